@@ -1,0 +1,74 @@
+"""tangent_lens: how much of a language model's learning lives in its tangent directions.
+
+Everything public is named here. Names load when first used, so that ``import tangent_lens`` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tangent_lens.lens import Lens as Lens
+    from tangent_lens.measures.energy import EnergyTest as EnergyTest
+    from tangent_lens.measures.energy import energy_fraction as energy_fraction
+    from tangent_lens.measures.energy import energy_test as energy_test
+    from tangent_lens.measures.isotropy import IsotropyTest as IsotropyTest
+    from tangent_lens.measures.isotropy import iso_score as iso_score
+    from tangent_lens.measures.isotropy import iso_score_without as iso_score_without
+    from tangent_lens.measures.isotropy import isotropy_test as isotropy_test
+    from tangent_lens.measures.report import Report as Report
+    from tangent_lens.measures.spectrum import Spectrum as Spectrum
+    from tangent_lens.measures.spectrum import effective_rank as effective_rank
+    from tangent_lens.measures.spectrum import participation_ratio as participation_ratio
+    from tangent_lens.measures.spectrum import spectrum_of as spectrum_of
+    from tangent_lens.recording.corpus import Corpus as Corpus
+    from tangent_lens.recording.corpus import reference_prose as reference_prose
+    from tangent_lens.recording.losses import causal_loss_sum as causal_loss_sum
+    from tangent_lens.recording.moments import Moments as Moments
+    from tangent_lens.recording.moments import SecondMoments as SecondMoments
+    from tangent_lens.sites import Site as Site
+    from tangent_lens.sites import attention_input as attention_input
+    from tangent_lens.sites import embedding as embedding
+    from tangent_lens.sites import key as key
+    from tangent_lens.sites import mlp_input as mlp_input
+    from tangent_lens.sites import query as query
+    from tangent_lens.sites import resid_mid as resid_mid
+    from tangent_lens.sites import resid_post as resid_post
+    from tangent_lens.sites import resid_pre as resid_pre
+    from tangent_lens.sites import value as value
+    from tangent_lens.subspaces.controls import random_normals as random_normals
+    from tangent_lens.subspaces.fits import fit_pca as fit_pca
+    from tangent_lens.subspaces.subspace import Subspace as Subspace
+
+_HOMES = {
+    "lens": ("Lens",),
+    "measures.energy": ("EnergyTest", "energy_fraction", "energy_test"),
+    "measures.isotropy": ("IsotropyTest", "iso_score", "iso_score_without", "isotropy_test"),
+    "measures.report": ("Report",),
+    "measures.spectrum": ("Spectrum", "effective_rank", "participation_ratio", "spectrum_of"),
+    "recording.corpus": ("Corpus", "reference_prose"),
+    "recording.losses": ("causal_loss_sum",),
+    "recording.moments": ("Moments", "SecondMoments"),
+    "sites": (
+        "Site", "attention_input", "embedding", "key", "mlp_input", "query", "resid_mid", "resid_post", "resid_pre", "value",
+    ),
+    "subspaces.controls": ("random_normals",),
+    "subspaces.fits": ("fit_pca",),
+    "subspaces.subspace": ("Subspace",),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'tangent_lens' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"tangent_lens.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,245 @@
+"""How much gradient energy lies along a subspace, against normal controls. Pure functions of matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tangent_lens.recording.moments import Moments, SecondMoments
+from tangent_lens.showing import Shown
+from tangent_lens.storage import as_float64
+from tangent_lens.subspaces.controls import check_normal_controls_fit, random_normals
+from tangent_lens.subspaces.subspace import Subspace
+
+
+@dataclass(frozen=True, repr=False)
+class EnergyTest(Shown):
+    """Gradient energy along the tangent proxy and along its controls. Energies are shares of the total, in [0, 1].
+
+    Attributes:
+        energy: E(Q_T).
+        lift: R = E (d-k) / (k (1-E)): energy a direction in the tangent over energy a direction outside.
+        expected_random, expected_random_sd: exact mean and standard deviation of E over Haar-random normals.
+        random: E of each sampled random normal.
+        p_value: (1 + #{random >= energy}) / (m + 1).
+        trailing, following: E of the least-variance and of the next principal directions; None if the fit
+            could not determine them.
+        oracle: E of the k leading eigenvectors of the gradient's own second moment: no subspace of rank k has more.
+        alignment: energy / oracle.
+        shuffled: expected E when backward signals are permuted over rows (``weight`` gradients only).
+        signal_lift: energy / shuffled: above 1, the signals prefer the tangent beyond what the inputs force.
+    """
+
+    rank: int
+    d: int
+    energy: float
+    lift: float
+    expected_random: float
+    expected_random_sd: float
+    random: tuple[float, ...]
+    p_value: float
+    trailing: float | None
+    following: float | None
+    oracle: float
+    alignment: float
+    shuffled: float | None = None
+    signal_lift: float | None = None
+
+    @property
+    def random_mean(self) -> float:
+        """Mean of the sampled controls."""
+        return float(np.mean(self.random))
+
+    @property
+    def random_sd(self) -> float:
+        """Standard deviation of the sampled controls (n - 1)."""
+        return float(np.std(self.random, ddof=1)) if len(self.random) > 1 else float("nan")
+
+    @property
+    def trailing_ratio(self) -> float | None:
+        """energy / trailing: the ratio that the paper's deterministic control gives."""
+        return None if self.trailing is None else _ratio(self.energy, self.trailing)
+
+    @property
+    def following_ratio(self) -> float | None:
+        """energy / following: against the hardest rival."""
+        return None if self.following is None else _ratio(self.energy, self.following)
+
+
+@dataclass(frozen=True)
+class BackwardSignals:
+    """What the ``shuffled`` control needs of the rows that formed one or several weight gradients.
+
+    Attributes:
+        mean_square: a = (1/N) sum |delta_i|^2.
+        cross: b = (|sum delta_i|^2 - sum |delta_i|^2) / (N (N-1)).
+        inputs: moments of the input rows u_i.
+    """
+
+    mean_square: float
+    cross: float
+    inputs: SecondMoments
+
+    @classmethod
+    def of(cls, signal_sum: Tensor, signal_square_sum: Tensor, inputs: SecondMoments) -> BackwardSignals:
+        """From sums of delta and of its squares, entry by entry; several maps of one input are concatenated.
+
+        Raises:
+            ValueError: fewer than two rows.
+        """
+        n = inputs.count
+        if n < 2:
+            raise ValueError(f"{n} row cannot be shuffled; at least 2 are needed")
+        squares = float(signal_square_sum.sum())
+        return cls(squares / n, (float(signal_sum.square().sum()) - squares) / (n * (n - 1)), inputs)
+
+
+def energy_fraction(second_moment: Float[Tensor, "d d"], basis: Float[Tensor, "d k"]) -> float:
+    """E(Q) = tr(Q^T M Q) / tr(M).
+
+    Raises:
+        ValueError: M is zero, not finite, or of another width.
+    """
+    return float(_energies(_checked(second_moment, basis.shape[0]), basis[None])[0])
+
+
+def lift_of(energy: float, rank: int, d: int) -> float:
+    """R = E (d-k) / (k (1-E)); infinite when all energy is in the subspace (Section 4 of ``MEASUREMENTS``)."""
+    return math.inf if energy >= 1 else energy * (d - rank) / (rank * (1 - energy))
+
+
+def random_normal_moments(second_moment: Float[Tensor, "d d"], basis: Float[Tensor, "d k"]) -> tuple[float, float]:
+    """Exact mean and standard deviation of E(Q_N) over Haar-random k-frames Q_N of the complement of Q.
+
+    With B the complement's part of M / tr(M) and n = d - k: mean = k tr(B) / n and
+    variance = 2 k (n-k) / (n^2 (n+2) (n-1)) * (n tr(B^2) - tr(B)^2).
+    """
+    matrix = _checked(second_moment, basis.shape[0])
+    d, k = basis.shape
+    check_normal_controls_fit(k, d)
+    n = d - k
+    through = matrix @ basis
+    inside = basis.T @ through
+    trace = float(matrix.diagonal().sum() - inside.diagonal().sum())
+    square = float(matrix.square().sum() - 2 * through.square().sum() + inside.square().sum())
+    total = float(matrix.diagonal().sum())
+    trace, square = max(trace / total, 0.0), max(square / total**2, 0.0)
+    if n == 1:
+        return trace, 0.0
+    variance = 2 * k * (n - k) / (n**2 * (n + 2) * (n - 1)) * (n * square - trace**2)
+    return k * trace / n, math.sqrt(max(variance, 0.0))
+
+
+def shuffled_energy(signals: BackwardSignals | Sequence[BackwardSignals], basis: Float[Tensor, "d k"]) -> float:
+    """Expected energy along Q when the backward signals are permuted uniformly over the rows (closed form).
+
+    E_shuf(Q) = [(a-b) tr(Q^T M_u Q) + b |Q^T s_u|^2] / [(a-b) tr(M_u) + b |s_u|^2], a ratio of expectations.
+    Several maps add above and below the line.
+
+    Raises:
+        ValueError: no signal at all.
+    """
+    above = below = 0.0
+    for one in [signals] if isinstance(signals, BackwardSignals) else signals:
+        moment, total = as_float64(one.inputs.second_moment()), as_float64(one.inputs.sum())
+        spread = one.mean_square - one.cross
+        inside = float((basis * (moment @ basis)).sum())
+        above += spread * inside + one.cross * float((basis.T @ total).square().sum())
+        below += spread * float(moment.diagonal().sum()) + one.cross * float(total.square().sum())
+    if not below > 0:
+        raise ValueError("the backward signals are all zero, so there is nothing to shuffle")
+    return above / below
+
+
+def energy_test(
+    gradient: Moments | SecondMoments,
+    tangent: Subspace,
+    *,
+    controls: int | Float[Tensor, "m d k"] = 20,
+    seed: int = 0,
+    signals: Sequence[BackwardSignals] = (),
+) -> EnergyTest:
+    """Test whether a gradient prefers a subspace over normal ones of the same rank.
+
+    Args:
+        gradient: moments of gradient rows (of a :class:`Moments`, its gradients are taken), or of the rows of a
+            weight gradient.
+        tangent: the subspace; its rivals, where it knows them, become controls too.
+        controls: how many random normals to draw, or frames already drawn by :func:`random_normals`.
+        seed: of the random normals.
+        signals: for weight gradients, what the shuffled control needs.
+
+    Raises:
+        ValueError: 2k > d, a zero gradient, no gradient rows, or widths that differ.
+    """
+    stream = gradient.gradients if isinstance(gradient, Moments) else gradient
+    if stream.count == 0:
+        raise ValueError(f"{stream.name}: no gradient was gathered; attach with gradients=True and run a backward pass")
+    check_normal_controls_fit(tangent.rank, tangent.d)
+    matrix = _checked(stream.second_moment(), tangent.d, stream.name)
+    frames = random_normals(tangent, controls, seed) if isinstance(controls, int) else controls
+    energy = float(_energies(matrix, tangent.basis[None])[0])
+    random = tuple(_energies(matrix, frames).tolist())
+    mean, sd = random_normal_moments(matrix, tangent.basis)
+    rivals = {name: float(_energies(matrix, directions[None])[0]) for name, directions in tangent.rivals.items()}
+    oracle = _leading_share(matrix, tangent.rank)
+    shuffled = shuffled_energy(signals, tangent.basis) if signals else None
+    return EnergyTest(
+        rank=tangent.rank,
+        d=tangent.d,
+        energy=energy,
+        lift=lift_of(energy, tangent.rank, tangent.d),
+        expected_random=mean,
+        expected_random_sd=sd,
+        random=random,
+        p_value=monte_carlo_p(energy, random),
+        trailing=rivals.get("trailing"),
+        following=rivals.get("next"),
+        oracle=oracle,
+        alignment=energy / oracle,
+        shuffled=shuffled,
+        signal_lift=None if shuffled is None else _ratio(energy, shuffled),
+    )
+
+
+def monte_carlo_p(observed: float, controls: Sequence[float]) -> float:
+    """(1 + #{controls >= observed}) / (m + 1)."""
+    return (1 + sum(control >= observed for control in controls)) / (len(controls) + 1)
+
+
+def _energies(matrix: Tensor, frames: Float[Tensor, "m d k"]) -> Float[Tensor, " m"]:
+    inside = (frames * (matrix @ frames)).sum(dim=(1, 2))
+    return (inside / matrix.diagonal().sum()).clamp(0, 1)
+
+
+def _leading_share(matrix: Tensor, k: int) -> float:
+    # Lanczos is worth it only where the full decomposition takes seconds.
+    if len(matrix) <= 1024:
+        leading = torch.linalg.eigvalsh(matrix)[-k:]
+    else:
+        from scipy.sparse.linalg import eigsh
+
+        start = np.random.default_rng(0).standard_normal(len(matrix))
+        leading = torch.from_numpy(eigsh(matrix.numpy(), k=k, v0=start, return_eigenvectors=False))
+    return float((leading.sum() / matrix.diagonal().sum()).clamp(0, 1))
+
+
+def _checked(matrix: Tensor, d: int, name: str = "the gradient") -> Tensor:
+    matrix = as_float64(matrix)
+    if matrix.shape != (d, d):
+        raise ValueError(f"{name} lives in {matrix.shape[0]} dimensions, the subspace in {d}; fit it at the same site")
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError(f"{name}: its second moment holds NaN or infinity")
+    if not float(matrix.diagonal().sum()) > 0:
+        raise ValueError(f"{name} is zero everywhere, so it has no direction; the loss does not depend on this place")
+    return matrix
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below > 0 else math.inf

@@ -1,0 +1,219 @@
+"""The result of one run: what was measured, on what, and how. Frozen numbers; tables and files are views of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tangent_lens.measures.energy import EnergyTest
+from tangent_lens.measures.isotropy import IsotropyTest
+from tangent_lens.measures.spectrum import Spectrum
+from tangent_lens.models.protocol import ModelDescription
+from tangent_lens.showing import Shown
+from tangent_lens.subspaces.subspace import Subspace
+
+if TYPE_CHECKING:
+    import pandas
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run was made; every choice that can change a number."""
+
+    rank: int | float = 16
+    controls: int = 20
+    seed: int = 0
+    gradients: tuple[str, ...] = ("residual", "weight")
+    fit_site: str = "input"
+    center: bool = True
+    shrinkage: float = 0.0
+    fit_fraction: float = 0.5
+    sequence_length: int = 128
+    pack: bool = False
+    skip_first: bool = False
+    skip_special: bool = False
+    batch_size: int = 8
+    padding_side: str = "right"
+
+
+@dataclass(frozen=True)
+class CorpusDescription:
+    """What the model read.
+
+    Attributes:
+        fit_rows: rows behind each subspace; test_rows: rows behind each gradient.
+        loss: mean next-token loss on the test sequences, in nats.
+    """
+
+    name: str
+    fit_sequences: int
+    test_sequences: int
+    fit_tokens: int
+    test_tokens: int
+    fit_rows: int
+    test_rows: int
+    loss: float
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Space:
+    """One site on the fit split: its tangent proxy and the shape of its activations.
+
+    Attributes:
+        variance_share: share of the activations' variance that the tangent proxy holds.
+        iso_score: IsoScore* of the activations.
+        top_position, top_position_share: the early position that holds most of the variance, and how much;
+            ``top_position_rows`` is the share of rows that stand there.
+    """
+
+    site: str
+    layer: int | None
+    rank: int
+    variance_share: float
+    iso_score: float
+    spectrum: Spectrum
+    top_position: int
+    top_position_share: float
+    top_position_rows: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One gradient at one place against one tangent proxy.
+
+    Attributes:
+        gradient: ``residual`` (rows dL/dx at a site) or ``weight`` (rows of dL/dW of maps that read the site).
+        name: the site (``resid_post.3``), one map (``query.3``), or all maps of an input together
+            (``attention.3``: query, key and value; ``mlp.3``: MLP in and gate).
+        site: where the gradient lives; ``fit_site``: where the proxy was fitted.
+        pooled: whether several maps were taken together.
+    """
+
+    gradient: str
+    name: str
+    kind: str
+    layer: int | None
+    site: str
+    fit_site: str
+    pooled: bool
+    energy: EnergyTest
+    isotropy: IsotropyTest
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Report(Shown):
+    """All measurements of one run.
+
+    Attributes:
+        model, corpus, settings: what was measured, on what, and how.
+        spaces: one entry a site at which a proxy was fitted.
+        measurements: one entry a gradient and place.
+        warnings: sentences a reader must know before believing the numbers.
+        versions: of the libraries that ran.
+        created: when, UTC.
+        subspaces: the tangent proxies by site name.
+    """
+
+    model: ModelDescription
+    corpus: CorpusDescription
+    settings: Settings
+    spaces: tuple[Space, ...]
+    measurements: tuple[Measurement, ...]
+    warnings: tuple[str, ...]
+    versions: Mapping[str, str]
+    created: str
+    subspaces: Mapping[str, Subspace] = field(default_factory=dict)
+
+    def of(self, name: str) -> Measurement:
+        """The measurement with this name: ``resid_post.3``, ``query.3``, ``attention.3``, ``mlp.3``.
+
+        Raises:
+            KeyError: not measured; the sentence lists some that were.
+        """
+        for measurement in self.measurements:
+            if measurement.name == name:
+                return measurement
+        some = ", ".join(measurement.name for measurement in self.measurements[:8])
+        raise KeyError(f"{name!r} was not measured; this report holds {some} ...")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, ready for JSON; the subspaces are left out."""
+        content = {name: getattr(self, name) for name in ("warnings", "versions", "created")}
+        content |= {name: asdict(getattr(self, name)) for name in ("model", "corpus", "settings")}
+        content |= {name: [asdict(one) for one in getattr(self, name)] for name in ("spaces", "measurements")}
+        return content
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row a measurement, one column a number."""
+        import pandas
+
+        return pandas.DataFrame([flat_row(measurement) for measurement in self.measurements])
+
+    def plot(self) -> Any:
+        """Lift and its companions over layers, as a matplotlib figure (needs the ``plot`` extra)."""
+        from tangent_lens.reports.plots import plot_report
+
+        return plot_report(self)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write a folder of ``report.json`` and ``subspaces.safetensors``, so that a crash leaves the old or the new."""
+        from tangent_lens.reports.files import save_report
+
+        save_report(self, folder)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Report:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            FileNotFoundError: no report is there.
+            FileProblem: it is damaged or of a newer format.
+        """
+        from tangent_lens.reports.files import load_report
+
+        return load_report(folder)
+
+    def maps(self) -> Any:
+        """The table of every single map (query, key, value, MLP in, MLP gate), as a rich renderable."""
+        from tangent_lens.reports.tables import maps_table
+
+        return maps_table(self)
+
+
+def flat_row(measurement: Measurement) -> dict[str, Any]:
+    """One measurement as a flat row of named numbers."""
+    energy, isotropy = measurement.energy, measurement.isotropy
+    return {
+        "gradient": measurement.gradient,
+        "name": measurement.name,
+        "kind": measurement.kind,
+        "layer": measurement.layer,
+        "site": measurement.site,
+        "fit_site": measurement.fit_site,
+        "pooled": measurement.pooled,
+        "rank": energy.rank,
+        "d": energy.d,
+        "energy": energy.energy,
+        "lift": energy.lift,
+        "signal_lift": energy.signal_lift,
+        "p_value": energy.p_value,
+        "expected_random": energy.expected_random,
+        "expected_random_sd": energy.expected_random_sd,
+        "random_mean": energy.random_mean,
+        "random_sd": energy.random_sd,
+        "shuffled": energy.shuffled,
+        "trailing": energy.trailing,
+        "trailing_ratio": energy.trailing_ratio,
+        "following": energy.following,
+        "following_ratio": energy.following_ratio,
+        "oracle": energy.oracle,
+        "alignment": energy.alignment,
+        "iso_score": isotropy.score,
+        "delta_iso": isotropy.delta,
+        "delta_iso_random": isotropy.random_mean,
+        "delta_iso_trailing": isotropy.trailing,
+        "delta_iso_p_value": isotropy.p_value,
+    }

@@ -1,0 +1,109 @@
+"""From what a person has, an object or a name, to a model this library can measure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tangent_lens.models.protocol import Model, UnsupportedModel
+from tangent_lens.progress import Progress
+
+BACKENDS = ("huggingface", "transformer_lens")
+
+
+def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, revision: str | None = None) -> Model:
+    """The :class:`Model` of an object that a person already holds.
+
+    Raises:
+        UnsupportedModel: an object of another kind, or an architecture that is not known.
+    """
+    if all(hasattr(model, attribute) for attribute in ("module", "sites", "maps", "tap_point")):
+        return model
+    if _is_a(model, "transformer_lens.model_bridge", "TransformerBridge"):
+        from tangent_lens.models.transformer_lens import BridgeModel
+
+        return BridgeModel(model, tokenizer, name=name, revision=revision)
+    if _is_a(model, "transformers", "PreTrainedModel"):
+        from tangent_lens.models.huggingface import HuggingFaceModel
+
+        return HuggingFaceModel(model, tokenizer or _own_tokenizer(model), name=name, revision=revision)
+    raise UnsupportedModel(
+        f"a {type(model).__module__}.{type(model).__name__} cannot be measured; pass a HuggingFace causal language model, "
+        "a TransformerLens TransformerBridge, or a name to Lens.from_pretrained"
+    )
+
+
+def load(
+    name: str,
+    *,
+    backend: str = "huggingface",
+    revision: str | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Model:
+    """Load a model by name.
+
+    Args:
+        name: a hub id, a local folder, or ``smollm2-135m`` (real weights that come as a Python package).
+        backend: ``huggingface`` or ``transformer_lens``.
+        revision: of a hub id: a branch, tag or commit.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``.
+        device: where to put it.
+
+    Raises:
+        ValueError: an unknown backend or dtype, or a folder without a model.
+        PackagedModelUnavailable: the packaged model cannot be fetched.
+        OSError: the hub has no such model, or cannot be reached.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
+    wide = getattr(torch, dtype, None)
+    if not isinstance(wide, torch.dtype):
+        raise ValueError(f"dtype {dtype!r} is not known; use float32, bfloat16, float16 or float64")
+    source, shown = _source(name, progress)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=wide)
+    model.to(device).eval()
+    if backend == "huggingface":
+        return wrap(model, tokenizer, name=shown, revision=revision)
+    from transformer_lens.model_bridge import TransformerBridge
+
+    model.config.architectures = [type(model).__name__]
+    bridge = TransformerBridge.boot_transformers(source, hf_model=model, tokenizer=tokenizer, device=device, dtype=wide)
+    return wrap(bridge, tokenizer, name=shown, revision=revision)
+
+
+def _source(name: str, progress: Progress | None) -> tuple[str, str]:
+    """Where to load from, and what a report calls it."""
+    from tangent_lens.models.packaged import PACKAGED_NAME, packaged_model_folder
+
+    if name.lower() == PACKAGED_NAME:
+        return str(packaged_model_folder(progress)), "SmolLM2-135M-Instruct (Q4_1, packaged)"
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"the folder {name} holds no config.json, so it is no saved HuggingFace model")
+    return name, name
+
+
+def _own_tokenizer(model: Any) -> Any:
+    """The tokenizer saved beside the weights, if there is one; texts need it, token ids do not."""
+    from transformers import AutoTokenizer
+
+    if not model.name_or_path:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    except (OSError, ValueError):
+        return None
+
+
+def _is_a(model: Any, library: str, class_name: str) -> bool:
+    """Without importing a library that the person has not: an object of it can exist only if it is loaded."""
+    loaded = sys.modules.get(library)
+    kind = getattr(loaded, class_name, None) if loaded else None
+    return kind is not None and isinstance(model, kind)

@@ -1,0 +1,308 @@
+"""Moments: from rows passing by to sums that stay. Memory is O(width^2) a site, whatever the corpus.
+
+Means and centred second moments are updated pairwise (Chan, Golub, LeVeque 1983), so that rows whose mean is far
+larger than their spread lose no more digits than they carried. Sums are float64; the products of one chunk of rows
+are taken in the rows' own precision, float32 at the least.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tangent_lens.storage import load_tensors, save_tensors
+
+# Long float32 sums drift; products are taken over at most this many rows before they join the float64 sums.
+ROWS_A_PRODUCT = 2048
+
+
+class NonFiniteRows(ValueError):
+    """Rows that hold NaN or infinity."""
+
+
+class SecondMoments:
+    """Count, mean and centred second moment of one stream of rows.
+
+    Attributes:
+        width: number of columns d.
+        count: number of rows seen.
+        mean: their mean (d,), float64.
+        scatter: sum of (x - mean)(x - mean)^T (d, d), float64.
+    """
+
+    def __init__(self, width: int, *, name: str = "rows", device: torch.device | str = "cpu") -> None:
+        if width < 1:
+            raise ValueError(f"rows of width {width} hold no numbers; the width must be 1 or more")
+        self.width = width
+        self.name = name
+        self.count = 0
+        self.mean = torch.zeros(width, dtype=torch.float64, device=device)
+        self.scatter = torch.zeros(width, width, dtype=torch.float64, device=device)
+
+    @classmethod
+    def of(cls, rows: Float[Tensor, "n d"], *, name: str = "rows") -> SecondMoments:
+        """The moments of rows that are already at hand."""
+        moments = cls(_checked_width(rows, name), name=name, device=_device_with_float64(rows))
+        moments.update(rows)
+        return moments
+
+    def update(self, rows: Float[Tensor, "n d"]) -> None:
+        """Add rows.
+
+        Raises:
+            ValueError: rows of another width, or not a matrix.
+            NonFiniteRows: NaN or infinity among them; nothing is added then.
+        """
+        if _checked_width(rows, self.name) != self.width:
+            raise ValueError(f"{self.name}: rows of width {rows.shape[1]} cannot join rows of width {self.width}")
+        for chunk in rows.detach().split(ROWS_A_PRODUCT):
+            if len(chunk):
+                self._add(_wide_enough(chunk, self.mean.device))
+
+    def _add(self, rows: Tensor) -> None:
+        count = len(rows)
+        centre = rows.mean(dim=0)
+        _check_finite(centre, rows, self.name)
+        centred = rows - centre
+        # The mean was rounded to the rows' precision: what it left over is carried exactly in float64.
+        left_over = centred.sum(dim=0, dtype=torch.float64) / count
+        product = centred.T @ centred
+        _check_finite(product.diagonal(), rows, self.name)
+        self._join(count, centre.double() + left_over, product, left_over)
+
+    def _join(self, count: int, mean: Tensor, product: Tensor, left_over: Tensor | None = None) -> None:
+        self.scatter.add_(product)
+        if left_over is not None:
+            self.scatter.addr_(left_over, left_over, alpha=-count)
+        step = mean - self.mean
+        total = self.count + count
+        if self.count:
+            self.scatter.addr_(step, step, alpha=self.count * count / total)
+        self.mean = self.mean + step * (count / total)
+        self.count = total
+
+    def merge(self, other: SecondMoments) -> None:
+        """Add all that another recording saw; exact up to rounding, in any order."""
+        if other.width != self.width:
+            raise ValueError(f"{self.name}: width {other.width} cannot be merged into width {self.width}")
+        if other.count:
+            device = self.mean.device
+            self._join(other.count, other.mean.to(device), other.scatter.to(device))
+
+    def sum(self) -> Float[Tensor, " d"]:
+        """Sum of the rows."""
+        return self.mean * self.count
+
+    def second_moment(self) -> Float[Tensor, "d d"]:
+        """Sum of x x^T about the origin (M in ``MEASUREMENTS``: not divided by the count)."""
+        self._need(1)
+        return self.scatter + self.count * torch.outer(self.mean, self.mean)
+
+    def covariance(self) -> Float[Tensor, "d d"]:
+        """Centred covariance, divided by ``count - 1``.
+
+        Raises:
+            ValueError: fewer than two rows.
+        """
+        self._need(2)
+        return self.scatter / (self.count - 1)
+
+    def total_variance(self) -> float:
+        """Trace of the covariance."""
+        self._need(2)
+        return float(self.scatter.diagonal().sum() / (self.count - 1))
+
+    def _need(self, rows: int) -> None:
+        if self.count < rows:
+            raise ValueError(f"{self.name}: {self.count} rows seen, at least {rows} needed; run the model on more text")
+
+    def tensors(self, prefix: str = "") -> dict[str, Tensor]:
+        """What a file keeps of it."""
+        return {
+            f"{prefix}count": torch.tensor(self.count, dtype=torch.int64),
+            f"{prefix}mean": self.mean,
+            f"{prefix}scatter": self.scatter,
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], prefix: str = "", *, name: str = "rows") -> SecondMoments:
+        """The inverse of :meth:`tensors`."""
+        moments = cls(len(tensors[f"{prefix}mean"]), name=name)
+        moments.count = int(tensors[f"{prefix}count"])
+        moments.mean = tensors[f"{prefix}mean"].clone()
+        moments.scatter = tensors[f"{prefix}scatter"].clone()
+        return moments
+
+    def __repr__(self) -> str:
+        return f"SecondMoments({self.name}: {self.count} rows of width {self.width})"
+
+
+class Moments:
+    """What stays of one site: moments of its activations and, if gathered, of its gradients and of both together.
+
+    Attributes:
+        activations: :class:`SecondMoments` of the activation rows x.
+        gradients: the same of the loss gradients g at the same rows; empty when none was gathered.
+        cross_scatter: sum of (g - mean g)(x - mean x)^T (d, d); None unless ``cross=True``.
+    """
+
+    def __init__(
+        self, width: int, *, name: str = "rows", cross: bool = False, device: torch.device | str = "cpu"
+    ) -> None:
+        self.name = name
+        self.activations = SecondMoments(width, name=f"activations at {name}", device=device)
+        self.gradients = SecondMoments(width, name=f"gradients at {name}", device=device)
+        self.cross_scatter = torch.zeros(width, width, dtype=torch.float64, device=device) if cross else None
+
+    @classmethod
+    def of(
+        cls,
+        activations: Float[Tensor, "n d"],
+        gradients: Float[Tensor, "n d"] | None = None,
+        *,
+        name: str = "rows",
+        cross: bool = False,
+    ) -> Moments:
+        """The moments of rows that are already at hand."""
+        device = _device_with_float64(activations)
+        moments = cls(_checked_width(activations, name), name=name, cross=cross, device=device)
+        moments.update(activations, gradients)
+        return moments
+
+    @property
+    def width(self) -> int:
+        """Number of columns d."""
+        return self.activations.width
+
+    def update(self, activations: Float[Tensor, "n d"], gradients: Float[Tensor, "n d"] | None = None) -> None:
+        """Add rows and, if given, the gradients at the same rows.
+
+        Raises:
+            ValueError: widths or numbers of rows that do not fit, or a missing gradient for a cross moment.
+            NonFiniteRows: NaN or infinity.
+        """
+        if gradients is not None and gradients.shape != activations.shape:
+            raise ValueError(
+                f"{self.name}: gradients of shape {tuple(gradients.shape)} do not belong to activations of shape "
+                f"{tuple(activations.shape)}"
+            )
+        if self.cross_scatter is not None and gradients is None:
+            raise ValueError(f"{self.name}: a cross moment needs the gradients of the same rows")
+        if gradients is None:
+            self.activations.update(activations)
+            return
+        chunks = zip(activations.split(ROWS_A_PRODUCT), gradients.split(ROWS_A_PRODUCT), strict=True)
+        for x, g in chunks:
+            if self.cross_scatter is not None and len(x):
+                self._add_cross(x.detach(), g.detach())
+            self.activations.update(x)
+            self.gradients.update(g)
+
+    def _add_cross(self, activations: Tensor, gradients: Tensor) -> None:
+        # Runs before the two streams take the rows in: the pairwise rule needs their counts and means of before.
+        assert self.cross_scatter is not None
+        x, g = (_wide_enough(rows, self.cross_scatter.device).double() for rows in (activations, gradients))
+        part = (g - g.mean(0)).T @ (x - x.mean(0))
+        self._join_cross(len(x), x.mean(0), g.mean(0), part)
+
+    def _join_cross(self, count: int, mean_x: Tensor, mean_g: Tensor, part: Tensor) -> None:
+        assert self.cross_scatter is not None
+        self.cross_scatter.add_(part)
+        before = self.activations.count
+        if before:
+            steps = (mean_g - self.gradients.mean, mean_x - self.activations.mean)
+            self.cross_scatter.addr_(*steps, alpha=before * count / (before + count))
+
+    def cross_moment(self) -> Float[Tensor, "d d"]:
+        """Sum of g x^T about the origin (K).
+
+        Raises:
+            ValueError: it was not gathered.
+        """
+        if self.cross_scatter is None:
+            raise ValueError(f"{self.name}: the cross moment was not gathered; ask for it with cross=True")
+        return self.cross_scatter + self.gradients.count * torch.outer(self.gradients.mean, self.activations.mean)
+
+    def merge(self, other: Moments) -> None:
+        """Add all that another recording of the same site saw."""
+        if (self.cross_scatter is None) != (other.cross_scatter is None):
+            raise ValueError(f"{self.name}: a recording with a cross moment and one without cannot be merged")
+        if self.cross_scatter is not None and other.cross_scatter is not None and other.activations.count:
+            means = (other.activations.mean, other.gradients.mean)
+            self._join_cross(other.activations.count, *means, other.cross_scatter)
+        self.activations.merge(other.activations)
+        self.gradients.merge(other.gradients)
+
+    def check_paired(self) -> None:
+        """Refuse a recording in which some rows have an activation but no gradient.
+
+        Raises:
+            ValueError: the two counts differ.
+        """
+        if self.activations.count != self.gradients.count:
+            raise ValueError(
+                f"{self.name}: {self.activations.count} activation rows but {self.gradients.count} gradient rows; "
+                "a backward pass is missing or stopped halfway, so record again"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to one ``.safetensors`` file, atomically."""
+        tensors = self.activations.tensors("activations.") | self.gradients.tensors("gradients.")
+        if self.cross_scatter is not None:
+            tensors["cross_scatter"] = self.cross_scatter
+        save_tensors(path, "moments", tensors, {"name": self.name})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Moments:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            FileProblem: the file is damaged, of another kind, or of a newer format.
+        """
+        tensors, facts = load_tensors(path, "moments")
+        moments = cls(len(tensors["activations.mean"]), name=facts["name"])
+        for stream in ("activations", "gradients"):
+            name = f"{stream} at {facts['name']}"
+            setattr(moments, stream, SecondMoments.from_tensors(tensors, f"{stream}.", name=name))
+        moments.cross_scatter = tensors.get("cross_scatter")
+        return moments
+
+    def __repr__(self) -> str:
+        return (
+            f"Moments({self.name}: {self.activations.count} activation rows and {self.gradients.count} gradient rows "
+            f"of width {self.width})"
+        )
+
+
+def _checked_width(rows: Tensor, name: str) -> int:
+    if rows.ndim != 2:
+        raise ValueError(f"{name}: rows must be a matrix (rows, width), not of shape {tuple(rows.shape)}")
+    if not rows.is_floating_point():
+        raise ValueError(f"{name}: rows must be floating point numbers, not {rows.dtype}")
+    return rows.shape[1]
+
+
+def _wide_enough(rows: Tensor, device: torch.device) -> Tensor:
+    return rows.to(device=device, dtype=rows.dtype if rows.dtype == torch.float64 else torch.float32)
+
+
+def _device_with_float64(rows: Tensor) -> torch.device:
+    return torch.device("cpu") if rows.device.type == "mps" else rows.device
+
+
+def _check_finite(sums: Tensor, rows: Tensor, name: str) -> None:
+    if bool(torch.isfinite(sums).all()):
+        return
+    bad = ~torch.isfinite(rows)
+    if not bool(bad.any()):
+        raise NonFiniteRows(
+            f"{name}: values up to {float(rows.abs().max()):.3g} overflow when squared in {rows.dtype}; pass float64 rows"
+        )
+    row, column = (int(index) for index in bad.nonzero()[0])
+    raise NonFiniteRows(
+        f"{name}: {int(bad.sum())} of {rows.numel()} values are NaN or infinite (first at row {row}, dimension {column}); "
+        "find out where the model overflows (a wider dtype often helps) before measuring"
+    )

@@ -1,0 +1,217 @@
+"""One pass of a corpus through a model: forward only, or forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from tangent_lens.models.protocol import Batch, LinearMap, Model, TapPoint
+from tangent_lens.models.state import evaluation_mode, frozen_parameters
+from tangent_lens.progress import NoProgress, Progress
+from tangent_lens.recording.losses import causal_loss_sum
+from tangent_lens.recording.moments import Moments, SecondMoments
+from tangent_lens.recording.receivers import (
+    MomentsReceiver,
+    PositionVariance,
+    RowChoice,
+    Selection,
+    WeightGradient,
+    WeightReceiver,
+)
+from tangent_lens.recording.taps import GradientNeverCame, SiteNeverFired, attach_tap
+from tangent_lens.sites import Site
+
+
+@dataclass(frozen=True)
+class ActivationRecord:
+    """What the forward pass leaves of one site."""
+
+    moments: SecondMoments
+    positions: PositionVariance
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """What the forward and backward pass leaves of all sites.
+
+    Attributes:
+        moments: moments of the gradient rows (and of the activations, if asked), by site.
+        inputs: moments of the input rows of the maps, by site.
+        weights: one weight gradient a map.
+        loss: mean next-token loss in nats.
+        targets: number of tokens predicted.
+    """
+
+    moments: dict[Site, Moments]
+    inputs: dict[Site, SecondMoments]
+    weights: tuple[WeightGradient, ...]
+    loss: float
+    targets: int
+
+
+def record_activations(
+    model: Model, batches: Iterable[Batch], sites: Sequence[Site], *, progress: Progress | None = None, tokens: int = 0
+) -> dict[Site, ActivationRecord]:
+    """Stream activations of these sites into moments, without gradients.
+
+    Args:
+        batches: read once.
+        tokens: how many tokens the batches hold, for the progress display.
+
+    Raises:
+        SiteNeverFired: a site through which no tensor passed, or several in one run.
+        NonFiniteRows: NaN or infinity at a site.
+        ValueError: no position is kept.
+    """
+    selection = Selection()
+    receivers = [MomentsReceiver(site, selection, watch_positions=True) for site in sites]
+    with ExitStack() as stack:
+        stack.enter_context(evaluation_mode(model.module))
+        stack.enter_context(torch.no_grad())
+        for receiver in receivers:
+            stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
+        for batch in _passing(batches, selection, model, "activations", tokens, progress):
+            model.run_without_logits(batch)
+            _check_fired(receivers)
+    _check_any_kept(receivers)
+    return {
+        receiver.site: ActivationRecord(receiver.result().activations, receiver.positions or PositionVariance(1))
+        for receiver in receivers
+    }
+
+
+def record_gradients(
+    model: Model,
+    batches: Iterable[Batch],
+    sites: Sequence[Site] = (),
+    maps: Sequence[LinearMap] = (),
+    *,
+    activations: bool = False,
+    cross: bool = False,
+    progress: Progress | None = None,
+    tokens: int = 0,
+) -> GradientRecord:
+    """Stream gradients of the summed causal loss at these sites, and the weight gradients of these maps.
+
+    The parameters ask for no gradient meanwhile and come back as they were.
+
+    Args:
+        activations: gather the sites' activations too.
+        cross: and the cross moment of both.
+
+    Raises:
+        GradientNeverCame: the loss does not reach a site.
+        SiteNeverFired: a site through which no tensor passed, or several in one run.
+        NonFiniteRows: NaN or infinity at a site.
+        ValueError: no position is kept, or no position has a next token.
+    """
+    selection = Selection()
+    wanted = {"activations": activations or cross, "gradients": True, "cross": cross}
+    at_sites = [MomentsReceiver(site, selection, **wanted) for site in sites]
+    at_inputs = [MomentsReceiver(site, selection) for site in dict.fromkeys(one.reads for one in maps)]
+    at_maps = [WeightReceiver(group, selection) for group in _by_module(maps)]
+    loss_sum, targets = 0.0, 0
+    with ExitStack() as stack:
+        stack.enter_context(evaluation_mode(model.module))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(frozen_parameters(model))
+        for receiver in (*at_sites, *at_inputs):
+            stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
+        for receiver in at_maps:
+            stack.enter_context(_attached(receiver.maps[0].input, receiver.take_input))
+            stack.enter_context(_attached(replace(receiver.maps[0].output, columns=None), receiver.take_output))
+        for batch in _passing(batches, selection, model, "gradients", tokens, progress):
+            loss, count = causal_loss_sum(model.logits(batch), batch.tokens, batch.attention_mask)
+            loss.backward()
+            loss_sum, targets = loss_sum + float(loss.detach()), targets + count
+            del loss
+            _check_fired([*at_sites, *at_inputs, *at_maps])
+            _check_answered([*at_sites, *at_maps])
+    _check_any_kept([*at_sites, *at_inputs])
+    return GradientRecord(
+        moments={receiver.site: receiver.result() for receiver in at_sites},
+        inputs={receiver.site: receiver.result().activations for receiver in at_inputs},
+        weights=tuple(result for receiver in at_maps for result in receiver.results()),
+        loss=loss_sum / targets,
+        targets=targets,
+    )
+
+
+@contextmanager
+def _attached(point: TapPoint, receive) -> Iterator[None]:
+    handle = attach_tap(point, receive)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _by_module(maps: Sequence[LinearMap]) -> list[list[LinearMap]]:
+    groups: dict[int, list[LinearMap]] = {}
+    for one in maps:
+        groups.setdefault(id(one.output.module), []).append(one)
+    return list(groups.values())
+
+
+def _passing(
+    batches: Iterable[Batch],
+    selection: Selection,
+    model: Model,
+    description: str,
+    tokens: int,
+    progress: Progress | None,
+) -> Iterator[Batch]:
+    """Each batch on the model's device, made current for the receivers, its progress shown."""
+    progress = progress or NoProgress()
+    vocabulary, device = model.description.vocabulary, next(model.module.parameters()).device
+    seen = 0
+    progress.start(description, total=tokens or None, unit="tokens")
+    try:
+        for batch in batches:
+            highest = int(batch.tokens.max())
+            if highest >= vocabulary:
+                raise ValueError(
+                    f"token id {highest} is outside this model's vocabulary of {vocabulary}; use its own tokenizer"
+                )
+            batch = batch.to(device)
+            selection.current = RowChoice.of(batch)
+            yield batch
+            seen += 1
+            progress.advance(int(batch.attention_mask.sum()))
+    finally:
+        progress.finish()
+    if not seen:
+        raise ValueError(f"no batch to record {description} from; the corpus is empty")
+
+
+def _check_fired(receivers: Sequence[MomentsReceiver | WeightReceiver]) -> None:
+    expected = min((receiver.fired for receiver in receivers if receiver.fired), default=0)
+    for receiver in receivers:
+        if receiver.fired == 0:
+            raise SiteNeverFired(f"{receiver.name}: the model ran, but no tensor passed here; it skips that module")
+        if receiver.fired != expected:
+            raise SiteNeverFired(
+                f"{receiver.name}: {receiver.fired} tensors passed where other sites saw {expected}; "
+                "gradient checkpointing or shared layers run a module more than once, and are not supported"
+            )
+
+
+def _check_answered(receivers: Sequence[MomentsReceiver | WeightReceiver]) -> None:
+    for receiver in receivers:
+        if receiver.answered != receiver.fired:
+            raise GradientNeverCame(
+                f"{receiver.name}: {receiver.answered} gradients came for {receiver.fired} forward passes; "
+                "the loss does not depend on this place"
+            )
+
+
+def _check_any_kept(receivers: Sequence[MomentsReceiver]) -> None:
+    for receiver in receivers:
+        moments = receiver.result()
+        if moments.activations.count + moments.gradients.count == 0:
+            raise ValueError(
+                "no position is left for the statistics: skip_first and skip_special leave out every token of this corpus"
+            )

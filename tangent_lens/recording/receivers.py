@@ -1,0 +1,287 @@
+"""What taps feed: receivers that turn passing tensors into moments, kept rows, or weight gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tangent_lens.models.protocol import Batch, LinearMap
+from tangent_lens.recording.moments import ROWS_A_PRODUCT, Moments, NonFiniteRows, SecondMoments
+from tangent_lens.recording.taps import GradientReceiver, SiteNeverFired
+from tangent_lens.sites import Site
+
+# Massive activations sit at the first positions (attention sinks); these are watched one by one.
+WATCHED_POSITIONS = 16
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """Which (sequence, position) entries of one batch enter the statistics; ``keep=None`` takes them all."""
+
+    keep: Bool[Tensor, "batch pos"] | None = None
+    positions: Int[Tensor, "batch pos"] | None = None
+
+    @classmethod
+    def of(cls, batch: Batch) -> RowChoice:
+        """What a batch of the corpus says; an all-True mask is dropped, so that rows need no copy."""
+        return cls(None if bool(batch.keep.all()) else batch.keep, batch.positions)
+
+    def rows(self, tensor: Float[Tensor, "batch pos width"]) -> Float[Tensor, "n width"]:
+        """The chosen rows, one under the other.
+
+        Raises:
+            ValueError: the tensor is not (batch, position, width), or the mask has another shape.
+        """
+        if tensor.ndim != 3:
+            raise ValueError(f"a site carries (batch, position, width); here {tuple(tensor.shape)} passed")
+        if self.keep is None:
+            return tensor.flatten(0, 1)
+        if self.keep.shape != tensor.shape[:2]:
+            raise ValueError(f"a mask of shape {tuple(self.keep.shape)} does not fit activations {tuple(tensor.shape)}")
+        return tensor[self.keep.to(tensor.device)]
+
+    def row_positions(self) -> Int[Tensor, " n"]:
+        """The place of each chosen row in its own sequence."""
+        if self.positions is None:
+            raise ValueError("positions are only known of batches of a corpus")
+        return self.positions.flatten() if self.keep is None else self.positions[self.keep]
+
+
+class Selection:
+    """The row choice of the batch now passing, shared by all receivers of one recording."""
+
+    def __init__(self) -> None:
+        self.current = RowChoice()
+
+
+class PositionVariance:
+    """How much of a site's variance each of the first positions holds."""
+
+    def __init__(self, width: int) -> None:
+        self.count = torch.zeros(WATCHED_POSITIONS, dtype=torch.float64)
+        self.sum = torch.zeros(WATCHED_POSITIONS, width, dtype=torch.float64)
+        self.square_sum = torch.zeros(WATCHED_POSITIONS, dtype=torch.float64)
+
+    def update(self, rows: Float[Tensor, "n width"], positions: Int[Tensor, " n"]) -> None:
+        """Add the rows that stand at watched positions."""
+        early = (positions < WATCHED_POSITIONS).to(rows.device)
+        rows, places = rows[early].double().cpu(), positions[early.to(positions.device)].cpu()
+        self.count.index_add_(0, places, torch.ones(len(places), dtype=torch.float64))
+        self.sum.index_add_(0, places, rows)
+        self.square_sum.index_add_(0, places, rows.square().sum(dim=1))
+
+    def shares(self, moments: SecondMoments) -> Float[Tensor, " watched"]:
+        """Share of the total squared distance to the mean that each watched position holds."""
+        mean = moments.mean.cpu()
+        distances = self.square_sum - 2 * self.sum @ mean + self.count * mean.square().sum()
+        return distances / moments.scatter.diagonal().sum().cpu()
+
+
+class MomentsReceiver:
+    """Moments of one site: of its activations, its gradients, or both.
+
+    Attributes:
+        fired: how many tensors passed.
+        answered: how many of them got a gradient.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        selection: Selection,
+        *,
+        activations: bool = True,
+        gradients: bool = False,
+        cross: bool = False,
+        watch_positions: bool = False,
+    ) -> None:
+        self.site = site
+        self.selection = selection
+        self.wants_activations = activations
+        self.wants_gradients = gradients
+        self.cross = cross
+        self.watch_positions = watch_positions
+        self.moments: Moments | None = None
+        self.positions: PositionVariance | None = None
+        self.fired = 0
+        self.answered = 0
+
+    @property
+    def name(self) -> str:
+        """The site's name."""
+        return self.site.name
+
+    def __call__(self, activation: Float[Tensor, "batch pos width"]) -> GradientReceiver | None:
+        """Take one batch of activations in; its gradient, if wanted, comes later."""
+        self.fired += 1
+        choice = self.selection.current
+        moments = self._moments_for(activation)
+        if self.cross:
+            return partial(self._take_pair, moments, choice, activation)
+        if self.wants_activations:
+            rows = choice.rows(activation)
+            moments.activations.update(rows)
+            if self.watch_positions:
+                self.positions = self.positions or PositionVariance(rows.shape[1])
+                self.positions.update(rows, choice.row_positions())
+        return partial(self._take_gradient, moments, choice) if self.wants_gradients else None
+
+    def _take_gradient(self, moments: Moments, choice: RowChoice, gradient: Tensor) -> None:
+        self.answered += 1
+        moments.gradients.update(choice.rows(gradient))
+
+    def _take_pair(self, moments: Moments, choice: RowChoice, activation: Tensor, gradient: Tensor) -> None:
+        self.answered += 1
+        moments.update(choice.rows(activation), choice.rows(gradient))
+
+    def _moments_for(self, activation: Tensor) -> Moments:
+        if self.moments is None:
+            device = "cpu" if activation.device.type == "mps" else activation.device
+            self.moments = Moments(activation.shape[-1], name=self.site.name, cross=self.cross, device=device)
+        return self.moments
+
+    def result(self) -> Moments:
+        """What was gathered.
+
+        Raises:
+            SiteNeverFired: no tensor passed.
+        """
+        if self.moments is None:
+            raise SiteNeverFired(f"{self.site}: no forward pass has come by; run the model while the tap is attached")
+        return self.moments
+
+
+class RowsReceiver:
+    """Keeps every tensor that passes one site, and its gradient: for looking at few sequences closely."""
+
+    def __init__(self, site: Site, selection: Selection, *, gradients: bool = False) -> None:
+        self.site = site
+        self.selection = selection
+        self.wants_gradients = gradients
+        self.activations: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+        self.choices: list[RowChoice] = []
+        self.fired = 0
+        self.answered = 0
+
+    def __call__(self, activation: Tensor) -> GradientReceiver | None:
+        """Keep a copy: the model may change the tensor in place afterwards."""
+        self.fired += 1
+        self.activations.append(activation.clone())
+        self.gradients.append(None)
+        self.choices.append(self.selection.current)
+        return partial(self._take_gradient, self.fired - 1) if self.wants_gradients else None
+
+    def _take_gradient(self, place: int, gradient: Tensor) -> None:
+        before = self.gradients[place]
+        self.answered += before is None
+        # A second backward pass through the same graph adds to the first, as torch's own .grad does.
+        self.gradients[place] = gradient.clone() if before is None else before + gradient
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """The loss gradient of one linear map and what the shuffled control needs of its backward signals.
+
+    Attributes:
+        gradient: G = sum of delta_i u_i^T (out, in), float64.
+        rows: number N of rows summed.
+        signal_sum: sum of delta_i (out,).
+        signal_square_sum: sum of delta_i squared, entry by entry (out,).
+    """
+
+    kind: str
+    layer: int
+    reads: Site
+    gradient: Float[Tensor, "out in"]
+    rows: int
+    signal_sum: Float[Tensor, " out"]
+    signal_square_sum: Float[Tensor, " out"]
+
+    @property
+    def name(self) -> str:
+        """``query.3``."""
+        return f"{self.kind}.{self.layer}"
+
+
+class WeightReceiver:
+    """Weight gradients of the maps that share one module (fused queries, keys and values are one product).
+
+    The parameters themselves need no gradient: G is formed from the map's input rows and the gradient of its output.
+    """
+
+    def __init__(self, maps: Iterable[LinearMap], selection: Selection) -> None:
+        self.maps = tuple(maps)
+        self.selection = selection
+        self.rows = 0
+        self.fired = 0
+        self.answered = 0
+        self._inputs: Tensor | None = None
+        self._sums: tuple[Tensor, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The first map's name."""
+        return self.maps[0].name
+
+    def take_input(self, activation: Tensor) -> None:
+        """The map's input rows, kept until the gradient of its output has come."""
+        self._inputs = activation
+
+    def take_output(self, activation: Tensor) -> GradientReceiver:
+        """The map's output passes: pair its coming gradient with the input."""
+        self.fired += 1
+        inputs, self._inputs = self._inputs, None
+        if inputs is None:
+            raise SiteNeverFired(f"{self.name}: its output passed without its input; this module is called oddly")
+        return partial(self._take_signal, inputs, inputs._version, self.selection.current)
+
+    def _take_signal(self, inputs: Tensor, version: int, choice: RowChoice, signal: Tensor) -> None:
+        if inputs._version != version:
+            raise RuntimeError(f"{self.name}: the model changed this map's input in place after using it")
+        self.answered += 1
+        pairs = zip(choice.rows(inputs).split(ROWS_A_PRODUCT), choice.rows(signal).split(ROWS_A_PRODUCT), strict=True)
+        for u, delta in pairs:
+            self._add(
+                u if u.dtype == torch.float64 else u.float(), delta if delta.dtype == torch.float64 else delta.float()
+            )
+
+    def _add(self, u: Tensor, delta: Tensor) -> None:
+        signal_sum = delta.sum(dim=0, dtype=torch.float64)
+        self._check_finite(signal_sum)
+        parts = (delta.T @ u, signal_sum, delta.square().sum(dim=0, dtype=torch.float64))
+        if self._sums is None:
+            device = "cpu" if u.device.type == "mps" else u.device
+            self._sums = tuple(torch.zeros(part.shape, dtype=torch.float64, device=device) for part in parts)
+        for total, part in zip(self._sums, parts, strict=True):
+            total.add_(part.to(total.device))
+        self.rows += len(u)
+
+    def _check_finite(self, sums: Tensor) -> None:
+        if not bool(torch.isfinite(sums).all()):
+            raise NonFiniteRows(
+                f"{self.name}: its weight gradient holds NaN or infinity; find out where the model overflows "
+                "(a wider dtype often helps) before measuring"
+            )
+
+    def results(self) -> list[WeightGradient]:
+        """One weight gradient a map.
+
+        Raises:
+            SiteNeverFired: nothing was gathered.
+        """
+        if self._sums is None:
+            raise SiteNeverFired(f"{self.name}: no backward pass has come by")
+        gradient, signal_sum, square_sum = self._sums
+        self._check_finite(gradient)
+        results = []
+        for one in self.maps:
+            own = slice(None) if one.output.columns is None else one.output.columns.to(gradient.device)
+            sums = (gradient[own], self.rows, signal_sum[own], square_sum[own])
+            results.append(WeightGradient(one.kind, one.layer, one.reads, *sums))
+        return results

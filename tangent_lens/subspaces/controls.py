@@ -1,0 +1,48 @@
+"""Normal controls: subspaces of the same rank in the orthogonal complement of the tangent proxy."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tangent_lens.subspaces.subspace import Subspace
+
+
+def check_normal_controls_fit(rank: int, d: int) -> None:
+    """A control of the same rank needs room beside the subspace.
+
+    Raises:
+        ValueError: 2 * rank > d.
+    """
+    if 2 * rank > d:
+        raise ValueError(f"rank {rank} needs 2*rank <= d = {d} for a normal control; use rank <= {d // 2}")
+
+
+def random_normals(
+    tangent: Subspace | Float[Tensor, "d k"], count: int = 20, seed: int = 0
+) -> Float[Tensor, "count d k"]:
+    """Haar-random orthonormal k-frames of the orthogonal complement.
+
+    A Gaussian matrix whose tangent part is removed is Gaussian in the complement, and the Q of its QR decomposition
+    spans a Haar-distributed subspace of it.
+
+    Args:
+        tangent: the subspace, or its basis.
+        count: how many frames.
+        seed: the only source of randomness; torch's global state is not touched.
+
+    Raises:
+        ValueError: 2k > d, or a count below 1.
+    """
+    basis = tangent.basis if isinstance(tangent, Subspace) else tangent
+    d, k = basis.shape
+    check_normal_controls_fit(k, d)
+    if count < 1:
+        raise ValueError(f"{count} controls give no comparison; use 1 or more (20 make the smallest p-value 1/21)")
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(count, d, k, generator=generator, dtype=torch.float64)
+    # Twice: one projection leaves a tangent part of the size of rounding times the norm.
+    for _ in range(2):
+        gaussian = gaussian - basis @ (basis.T @ gaussian)
+    return torch.linalg.qr(gaussian).Q
