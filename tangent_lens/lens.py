@@ -85,6 +85,12 @@ class Lens:
         """
         return resolve(sites, self.model.sites, self.model.absent)
 
+    def width(self, site: Site) -> int:
+        """Numbers a row of this site holds: d_model, or heads * d_head for queries, keys and values."""
+        shape = self.description
+        heads = {"query": shape.n_heads, "key": shape.n_key_value_heads, "value": shape.n_key_value_heads}
+        return heads[site.kind] * shape.d_head if site.kind in heads else shape.d_model
+
     def attach(self, sites: SiteSelection, *, gradients: bool = False, keep: str = "rows") -> Taps:
         """Tap sites while you run the model yourself, in a ``with`` block.
 
@@ -107,8 +113,10 @@ class Lens:
         with torch.enable_grad(), frozen_parameters(self.model):
             yield
 
-    def corpus(self, texts: Texts, **options: Any) -> Corpus:
+    def corpus(self, texts: Texts, *, name: str = "texts", **options: Any) -> Corpus:
         """Texts or token ids as sequences for this model; ``options`` go to :meth:`Corpus.from_texts`.
+
+        Token ids are sequences already: of the options, they take the name alone.
 
         Raises:
             ValueError: nothing to read, or texts without a tokenizer.
@@ -116,7 +124,7 @@ class Lens:
         if isinstance(texts, Corpus):
             return texts
         if isinstance(texts, Tensor):
-            return Corpus.from_tokens(texts)
+            return Corpus.from_tokens(texts, name=name, special_ids=self._special_ids())
         if not isinstance(texts, str):
             texts = iter(texts)
             first = next(texts, None)
@@ -124,12 +132,12 @@ class Lens:
                 raise ValueError("no text was given; pass a string, a list of strings, or token ids")
             texts = _chain(first, texts)
             if not isinstance(first, str):
-                return Corpus.from_tokens(texts)  # pyright: ignore[reportArgumentType]
+                return Corpus.from_tokens(texts, name=name, special_ids=self._special_ids())  # pyright: ignore[reportArgumentType]
         if self.model.tokenizer is None:
             raise ValueError(
                 "this model came without a tokenizer; pass Lens(model, tokenizer=...), or token ids instead of texts"
             )
-        return Corpus.from_texts(texts, self.model.tokenizer, **options)  # pyright: ignore[reportArgumentType]
+        return Corpus.from_texts(texts, self.model.tokenizer, name=name, **options)  # pyright: ignore[reportArgumentType]
 
     def record(
         self,
@@ -279,6 +287,9 @@ class Lens:
             skip_special=settings.skip_special,
         )
 
+    def _special_ids(self) -> tuple[int, ...]:
+        return () if self.model.tokenizer is None else tuple(self.model.tokenizer.all_special_ids)
+
     def _pad_id(self) -> int:
         pad = getattr(self.model.tokenizer, "pad_token_id", None)
         return 0 if pad is None or pad >= self.description.vocabulary else pad
@@ -318,14 +329,9 @@ class Lens:
                 f"no linear map reads {', '.join(site.name for site in sites)}, so it has no weight gradient"
             )
         if settings.rank >= 1:
-            widths = {self._width(site) for site in sites} if "residual" in settings.gradients else set()
-            widths |= {self._width(site) for site in fit_site_of.values()}
+            widths = {self.width(site) for site in sites} if "residual" in settings.gradients else set()
+            widths |= {self.width(site) for site in fit_site_of.values()}
             check_normal_controls_fit(int(settings.rank), min(widths))
-
-    def _width(self, site: Site) -> int:
-        shape = self.description
-        heads = {"query": shape.n_heads, "key": shape.n_key_value_heads, "value": shape.n_key_value_heads}
-        return heads[site.kind] * shape.d_head if site.kind in heads else shape.d_model
 
     def __repr__(self) -> str:
         shape = self.description

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -71,3 +72,13 @@ def boot_bridge(model, tokenizer):
     return TransformerBridge.boot_transformers(
         "tiny", hf_model=model, tokenizer=tokenizer, device="cpu", dtype=model.dtype
     )
+
+
+@pytest.fixture(scope="session")
+def report():
+    """A report of a tiny model, for the tests of its views."""
+    import tangent_lens as tln
+
+    lens = tln.Lens(tiny_model("llama"), name="[tiny] model", revision="step7")
+    sequences = np.random.default_rng(0).integers(0, 100, size=(24, 12)).tolist()
+    return lens.measure(sequences, "resid_post.*", rank=3, controls=20, seed=4, progress=False, name="numbers")

@@ -10,6 +10,7 @@ from tangent_lens.models.protocol import Model, UnsupportedModel
 from tangent_lens.progress import Progress
 
 BACKENDS = ("huggingface", "transformer_lens")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, revision: str | None = None) -> Model:
@@ -62,9 +63,9 @@ def load(
 
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
-    wide = getattr(torch, dtype, None)
-    if not isinstance(wide, torch.dtype):
-        raise ValueError(f"dtype {dtype!r} is not known; use float32, bfloat16, float16 or float64")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    wide = getattr(torch, dtype)
     source, shown = _source(name, progress)
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=wide)

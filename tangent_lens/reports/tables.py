@@ -1,0 +1,358 @@
+"""Results as rich tables. Everything shown is read from the result; nothing is computed anew but medians."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tangent_lens.measures.energy import EnergyTest
+from tangent_lens.measures.isotropy import IsotropyTest
+from tangent_lens.measures.report import Measurement, Report, Space
+from tangent_lens.measures.spectrum import Spectrum
+from tangent_lens.reports.numbers import number, p_value, percent, signed, small, thousandths
+
+SIGNIFICANT = 0.05
+# Consoles: below NARROW the p columns give way to a star; from WIDE on there is room for more controls.
+NARROW, WIDE = 96, 150
+_NOTHING = Text("–", style="dim")
+_GRADIENTS = ("residual gradient", "attention weights (q k v)", "MLP weights (in, gate)")
+
+
+@singledispatch
+def table_of(result: Any) -> Any:
+    """The table of a result.
+
+    Raises:
+        TypeError: a kind of result without a table.
+    """
+    raise TypeError(f"a {type(result).__name__} has no table")
+
+
+@table_of.register
+def _(report: Report) -> Any:
+    tables = (_ByWidth(report, view) for view in (energy_table, isotropy_table, notes))
+    return Group(header(report), *tables)
+
+
+@table_of.register
+def _(test: EnergyTest) -> Any:
+    rows = [
+        ("energy", percent(test.energy), f"share of the gradient along the {test.rank} of {test.d} directions"),
+        ("lift", number(test.lift), "energy a direction inside, over energy a direction outside"),
+        ("p", number(test.p_value), f"of {len(test.random)} random normals that reach this energy"),
+        ("random normal", f"{percent(test.expected_random)} ± {percent(test.expected_random_sd)}", "exact mean and sd"),
+        ("sampled", f"{percent(test.random_mean)} ± {percent(test.random_sd)}", f"{len(test.random)} random normals"),
+        ("next", _or_nothing(test.following, percent), "principal directions k+1 to 2k, the hardest rival"),
+        ("trailing", _or_nothing(test.trailing, percent), "directions of least activation variance"),
+        ("oracle", percent(test.oracle), "the most that any subspace of this rank holds"),
+        ("alignment", number(test.alignment), "energy / oracle"),
+    ]
+    if test.signal_lift is not None:
+        rows.insert(2, ("signal lift", number(test.signal_lift), "over shuffled backward signals"))
+    return _facts("Gradient energy in the tangent proxy", rows)
+
+
+@table_of.register
+def _(test: IsotropyTest) -> Any:
+    rows = [
+        ("IsoScore*", number(test.score), "0 for one direction, 1 for a ball"),
+        ("change, tangent", signed(test.delta), "IsoScore* after removing the tangent proxy, minus before"),
+        ("change, normal", signed(test.random_mean), f"the same for {len(test.random)} random normals, mean"),
+        ("p", number(test.p_value), "of random normals whose removal raises IsoScore* as much"),
+        ("change, trailing", _or_nothing(test.trailing, signed), "the same for the directions of least variance"),
+    ]
+    return _facts("Isotropy without the tangent proxy", rows)
+
+
+@table_of.register
+def _(spectrum: Spectrum) -> Any:
+    rows = [
+        ("participation ratio", number(spectrum.participation_ratio), f"tr(C)² / |C|², of {spectrum.d}"),
+        ("effective rank", number(spectrum.effective_rank), "entropy of the eigenvalues"),
+        ("effective rank", number(spectrum.effective_rank_singular), "entropy of the singular values (as RankMe)"),
+        ("largest dimension", str(spectrum.top_dimension), f"holds {percent(spectrum.top_share)} of the variance"),
+    ]
+    return _facts("Dimensions in use", rows)
+
+
+def header(report: Report) -> Table:
+    """Model, corpus and settings in a few lines."""
+    model, corpus, settings = report.model, report.corpus, report.settings
+    fitted = "the maps' own input" if settings.fit_site == "input" else "the residual stream before the norm"
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column()
+    lines.add_row(
+        "model",
+        f"[b]{escape(model.name)}[/b], revision {escape(model.revision)}; {model.architecture}, "
+        f"{model.parameters / 1e6:,.1f}M parameters, {model.n_layers} layers, d_model {model.d_model}",
+    )
+    lines.add_row(
+        "read by",
+        f"{model.library}, weights {model.weights}, {model.dtype}; tangent-lens {report.versions['tangent-lens']}",
+    )
+    lines.add_row(
+        "corpus",
+        f"{escape(corpus.name)}: proxies from {corpus.fit_sequences} sequences ({corpus.fit_rows:,} rows), gradients from "
+        f"{corpus.test_sequences} others ({corpus.test_rows:,} rows), loss {corpus.loss:.3f} nats a token",
+    )
+    lines.add_row(
+        "settings",
+        f"rank {settings.rank}, {settings.controls} random normals, seed {settings.seed}, weight proxies fitted on "
+        f"{fitted}{_extras(report)}",
+    )
+    return lines
+
+
+def _extras(report: Report) -> str:
+    settings = report.settings
+    said = [
+        (settings.skip_first, "first positions left out"),
+        (settings.skip_special, "special tokens left out"),
+        (not settings.center, "not centred"),
+        (settings.shrinkage > 0, f"shrinkage {settings.shrinkage}"),
+    ]
+    return "".join(f", {sentence}" for holds, sentence in said if holds)
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cell: Callable[[Any], Text]
+    median: Callable[[Any], float | None] | None = None
+    show: Callable[[float], str] = lambda value: number(value)
+
+
+def _energy_columns(weight: bool, width: int) -> list[_Column]:
+    star = _star if width < NARROW else _no_star
+    columns = [
+        _Column("energy", lambda one: Text(percent(one.energy.energy)), lambda one: one.energy.energy, percent),
+        _Column(
+            "lift",
+            lambda one: _by_significance(one, number(one.energy.lift) + star(one.energy.p_value)),
+            lambda one: one.energy.lift,
+        ),
+    ]
+    if weight:
+        columns.append(
+            _Column("signal", lambda one: Text(number(one.energy.signal_lift)), lambda one: one.energy.signal_lift)
+        )
+    if width >= NARROW:
+        columns.append(_Column("p", lambda one: _by_significance(one, p_value(one.energy.p_value))))
+    if width >= WIDE:
+        columns += [
+            _Column("/next", lambda one: _optional(one.energy.following_ratio), lambda one: one.energy.following_ratio),
+            _Column("/trail", lambda one: _optional(one.energy.trailing_ratio), lambda one: one.energy.trailing_ratio),
+            _Column("align", lambda one: Text(number(one.energy.alignment)), lambda one: one.energy.alignment),
+        ]
+    return columns
+
+
+class _ByWidth:
+    """A part of the report that shows as much as the console has room for."""
+
+    def __init__(self, report: Report, view: Callable[[Report, int], Any]) -> None:
+        self._report, self._view = report, view
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._view(self._report, options.max_width)
+
+
+def energy_table(report: Report, width: int = 100) -> Table:
+    """Energy, lift, signal lift and p of every layer; from 150 characters on, also next, trailing and alignment."""
+    rows = _rows_by_layer(report)
+    titles = ("residual", "attention weights", "MLP weights") if width < NARROW else _GRADIENTS
+    groups = [
+        (titles[0], 0, _energy_columns(False, width)),
+        (titles[1], 1, _energy_columns(True, width)),
+        (titles[2], 2, _energy_columns(True, width)),
+    ]
+    return _side_by_side("layer", [label for label, _ in rows], [cells for _, cells in rows], groups)
+
+
+def isotropy_table(report: Report, width: int = 100) -> Table:
+    """IsoScore* of activations and gradients, and its change without the tangent proxy, of every layer.
+
+    From 150 characters on, also the change without a random normal.
+    """
+    rows = _rows_by_layer(report)
+    spaces = {space.site: space for space in report.spaces}
+    content = [(_space_of(cells, spaces), *cells) for _, cells in rows]
+    activations = [
+        _Column("IsoSc*", lambda one: Text(small(one.iso_score)), lambda one: one.iso_score, small),
+        _Column("in proxy", lambda one: Text(percent(one.variance_share)), lambda one: one.variance_share, percent),
+    ]
+    titles = (
+        ("residual", "attention", "MLP")
+        if width < NARROW
+        else ("residual gradient", "attention weights", "MLP weights")
+    )
+    groups = [("activations", 0, activations if width >= NARROW else activations[:1])]
+    groups += [(title, place, _isotropy_columns(width)) for place, title in enumerate(titles, start=1)]
+    return _side_by_side("layer", [label for label, _ in rows], content, groups)
+
+
+def _isotropy_columns(width: int) -> list[_Column]:
+    star = _star if width < NARROW else _no_star
+    score = _Column("IsoSc*", lambda one: Text(small(one.isotropy.score)), lambda one: one.isotropy.score, small)
+    without_tangent = _Column(
+        "Δtan",
+        lambda one: _by_isotropy(one, thousandths(one.isotropy.delta) + star(one.isotropy.p_value)),
+        lambda one: one.isotropy.delta,
+        thousandths,
+    )
+    without_normal = _Column(
+        "Δrand",
+        lambda one: Text(thousandths(one.isotropy.random_mean)),
+        lambda one: one.isotropy.random_mean,
+        thousandths,
+    )
+    p = _Column("p", lambda one: _by_isotropy(one, p_value(one.isotropy.p_value)))
+    if width < NARROW:
+        return [score, without_tangent]
+    return [score, without_tangent, without_normal, p] if width >= WIDE else [score, without_tangent, p]
+
+
+def maps_table(report: Report) -> Any:
+    """One row a linear map: query, key, value, MLP in and gate of every layer."""
+    single = [one for one in report.measurements if one.gradient == "weight" and not one.pooled]
+    if not single:
+        return Text("no weight gradient was measured in this run")
+    content = [(one,) for one in single]
+    return _side_by_side(
+        "map", [one.name for one in single], content, [("weight gradient", 0, _energy_columns(True, WIDE))]
+    )
+
+
+def notes(report: Report, width: int = 100) -> Any:
+    """What the columns mean, and what a reader must know before believing them."""
+    significance = "starred" if width < NARROW else "coloured"
+    legend = (
+        "energy: share of the gradient's energy inside the tangent proxy. lift: energy a direction inside over outside "
+        "(1 is chance). signal: energy over that of shuffled backward signals; above 1 the signals themselves prefer the "
+        f"tangent. p: share of {report.settings.controls} random normals that do as well; {significance} where p ≤ {SIGNIFICANT}"
+        "{more}. IsoSc*: IsoScore*, 0 for one direction, 1 for a ball. Δ: its change in thousandths when the proxy (tan) "
+        "or a random normal (rand) is removed. Medians in the last row."
+    ).replace("{more}", _WIDE_LEGEND if width >= WIDE else "")
+    warnings = [Text("warning  ", style="bold yellow").append(Text(sentence, style="")) for sentence in report.warnings]
+    return Group(Text(legend, style="dim"), *(Padding(warning, (1, 0, 0, 0)) for warning in warnings))
+
+
+_WIDE_LEGEND = (
+    ". /next, /trail: energy over that of the next principal and of the least-variance directions. align: energy over "
+    "the most that any subspace of this rank holds"
+)
+
+
+def _rows_by_layer(report: Report) -> list[tuple[str, tuple[Measurement | None, ...]]]:
+    """Labels, and (residual, attention, MLP) measurements; a layer has a row more for every further residual site."""
+    residual = [one for one in report.measurements if one.gradient == "residual"]
+    pooled = {(one.kind, one.layer): one for one in report.measurements if one.pooled}
+    layers = sorted({one.layer for one in report.measurements}, key=lambda layer: -1 if layer is None else layer)
+    several = len({one.kind for one in residual}) > 1
+    rows = []
+    for layer in layers:
+        here: Sequence[Measurement | None] = [one for one in residual if one.layer == layer] or [None]
+        for place, one in enumerate(here):
+            last = place == len(here) - 1
+            weights = [pooled.get((kind, layer)) if last else None for kind in ("attention", "mlp")]
+            label = one.name if one is not None and (several or layer is None) else str(layer)
+            rows.append((label, (one, *weights)))
+    return rows
+
+
+def _space_of(cells: Sequence[Measurement | None], spaces: dict[str, Space]) -> Space | None:
+    first = next((one for one in cells if one is not None), None)
+    return None if first is None else spaces.get(first.fit_site)
+
+
+def _side_by_side(
+    key: str,
+    labels: Sequence[str],
+    content: Sequence[tuple[Any, ...]],
+    groups: Sequence[tuple[str, int, list[_Column]]],
+) -> Table:
+    """Tables that share their rows, each under its own title; a group without any content is left out."""
+    together = Table.grid(padding=(0, 2))
+    first = _plain_table(" ")
+    first.add_column(key, justify="right", no_wrap=True)
+    for label in labels:
+        first.add_row(label)
+    first.add_section()
+    first.add_row(Text("median", style="dim"))
+    parts = [first]
+    for title, place, columns in groups:
+        cells = [row[place] for row in content]
+        if any(cell is not None for cell in cells):
+            parts.append(_group_table(title, columns, cells))
+    for _ in parts:
+        together.add_column(no_wrap=True)
+    together.add_row(*parts)
+    return together
+
+
+def _group_table(title: str, columns: Sequence[_Column], cells: Sequence[Any]) -> Table:
+    table = _plain_table(title)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for cell in cells:
+        table.add_row(*(_NOTHING if cell is None else column.cell(cell) for column in columns))
+    table.add_section()
+    table.add_row(*(_median(column, cells) for column in columns))
+    return table
+
+
+def _plain_table(title: str) -> Table:
+    return Table(
+        title=title, title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim"
+    )
+
+
+def _median(column: _Column, cells: Sequence[Any]) -> Text:
+    if column.median is None:
+        return Text("")
+    values = [value for cell in cells if cell is not None and (value := column.median(cell)) is not None]
+    return Text(column.show(statistics.median(values)), style="dim") if values else _NOTHING
+
+
+def _facts(title: str, rows: Sequence[tuple[str, str | Text, str]]) -> Table:
+    table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE, show_header=False)
+    for justify in ("left", "right", "left"):
+        table.add_column(justify=justify)
+    for name, value, meaning in rows:
+        table.add_row(name, value, Text(meaning, style="dim"))
+    return table
+
+
+def _star(p: float) -> str:
+    return "*" if p <= SIGNIFICANT else " "
+
+
+def _no_star(p: float) -> str:
+    return ""
+
+
+def _by_significance(one: Measurement, shown: str) -> Text:
+    return Text(shown, style="bold green" if one.energy.p_value <= SIGNIFICANT and one.energy.lift > 1 else "")
+
+
+def _by_isotropy(one: Measurement, shown: str) -> Text:
+    return Text(shown, style="bold green" if one.isotropy.p_value <= SIGNIFICANT and one.isotropy.delta > 0 else "")
+
+
+def _optional(value: float | None) -> Text:
+    return _NOTHING if value is None else Text(number(value))
+
+
+def _or_nothing(value: float | None, shown: Callable[[float], str]) -> str:
+    return "not determined by these rows" if value is None else shown(value)

@@ -1,0 +1,32 @@
+"""Every tutorial runs from its first cell to its last, on the model it is written for."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tangent_lens.models.packaged import PackagedModelUnavailable, packaged_model_folder
+
+TUTORIALS = sorted((Path(__file__).parent.parent / "tutorials").glob("[0-9]*.ipynb"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+def test_tutorial_runs_and_every_cell_shows_something(path, tmp_path):
+    try:
+        packaged_model_folder()
+    except PackagedModelUnavailable as problem:
+        pytest.skip(str(problem))
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=800, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs, f"this cell shows nothing:\n{cell.source}"
+
+
+def test_committed_tutorials_carry_their_outputs():
+    assert TUTORIALS
+    for path in TUTORIALS:
+        cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        assert all(cell.outputs for cell in cells), f"{path.name} was committed without its outputs"
