@@ -89,6 +89,8 @@ class SitePattern:
 
     def __post_init__(self) -> None:
         _check_kind(self.kind)
+        if self.kind == "embedding" and self.layers is not None:
+            raise ValueError(f"embedding has no layers, {self.layers} was asked; write just embedding")
 
     def __str__(self) -> str:
         if self.kind == "embedding":

@@ -163,8 +163,8 @@ def concentration_warnings(spaces: Sequence[Space]) -> tuple[str, ...]:
                 (space.layer, space.spectrum.top_share)
             )
     sentences = [
-        f"massive activations: position {position} holds {_shares(found)} of the variance at {kind}, {_layers(found)}; "
-        "skip_first=True leaves the first position out"
+        f"massive activations: position {position} holds {_shares(found)} of the variance at {kind}, {_layers(found)}"
+        + ("; skip_first=True leaves the first position out" if position == 0 else "")
         for (kind, position), found in positions.items()
     ]
     sentences += [

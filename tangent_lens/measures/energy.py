@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tangent_lens.measures.matrices import CANCELLATION, checked_symmetric, without
 from tangent_lens.recording.moments import Moments, SecondMoments
 from tangent_lens.showing import Shown
 from tangent_lens.storage import as_float64
-from tangent_lens.subspaces.controls import check_normal_controls_fit, random_normals
-from tangent_lens.subspaces.subspace import Subspace
+from tangent_lens.subspaces.controls import check_normal_controls_fit, normal_frames
+from tangent_lens.subspaces.subspace import Subspace, check_orthonormal
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,8 +105,10 @@ def energy_fraction(second_moment: Float[Tensor, "d d"], basis: Float[Tensor, "d
     """E(Q) = tr(Q^T M Q) / tr(M).
 
     Raises:
-        ValueError: M is zero, not finite, or of another width.
+        ValueError: M is zero, not finite, or of another width; or Q is not orthonormal.
     """
+    basis = as_float64(basis)
+    check_orthonormal(basis)
     return float(_energies(_checked(second_moment, basis.shape[0]), basis[None])[0])
 
 
@@ -124,12 +127,14 @@ def random_normal_moments(second_moment: Float[Tensor, "d d"], basis: Float[Tens
     d, k = basis.shape
     check_normal_controls_fit(k, d)
     n = d - k
+    matrix = matrix / matrix.diagonal().sum()
     through = matrix @ basis
     inside = basis.T @ through
-    trace = float(matrix.diagonal().sum() - inside.diagonal().sum())
+    trace = float(1 - inside.diagonal().sum())
     square = float(matrix.square().sum() - 2 * through.square().sum() + inside.square().sum())
-    total = float(matrix.diagonal().sum())
-    trace, square = max(trace / total, 0.0), max(square / total**2, 0.0)
+    if trace < CANCELLATION:
+        rest = without(matrix, basis)
+        trace, square = max(float(rest.diagonal().sum()), 0.0), float(rest.square().sum())
     if n == 1:
         return trace, 0.0
     variance = 2 * k * (n - k) / (n**2 * (n + 2) * (n - 1)) * (n * square - trace**2)
@@ -181,9 +186,8 @@ def energy_test(
     stream = gradient.gradients if isinstance(gradient, Moments) else gradient
     if stream.count == 0:
         raise ValueError(f"{stream.name}: no gradient was gathered; attach with gradients=True and run a backward pass")
-    check_normal_controls_fit(tangent.rank, tangent.d)
     matrix = _checked(stream.second_moment(), tangent.d, stream.name)
-    frames = random_normals(tangent, controls, seed) if isinstance(controls, int) else controls
+    frames = normal_frames(tangent, controls, seed)
     energy = float(_energies(matrix, tangent.basis[None])[0])
     random = tuple(_energies(matrix, frames).tolist())
     mean, sd = random_normal_moments(matrix, tangent.basis)
@@ -208,9 +212,9 @@ def energy_test(
     )
 
 
-def monte_carlo_p(observed: float, controls: Sequence[float]) -> float:
-    """(1 + #{controls >= observed}) / (m + 1)."""
-    return (1 + sum(control >= observed for control in controls)) / (len(controls) + 1)
+def monte_carlo_p(observed: float, controls: Sequence[float], tie: float = 1e-12) -> float:
+    """(1 + #{controls >= observed}) / (m + 1); values within ``tie`` of each other are equal, whatever rounding says."""
+    return (1 + sum(control >= observed - tie for control in controls)) / (len(controls) + 1)
 
 
 def _energies(matrix: Tensor, frames: Float[Tensor, "m d k"]) -> Float[Tensor, " m"]:
@@ -231,15 +235,15 @@ def _leading_share(matrix: Tensor, k: int) -> float:
 
 
 def _checked(matrix: Tensor, d: int, name: str = "the gradient") -> Tensor:
-    matrix = as_float64(matrix)
-    if matrix.shape != (d, d):
-        raise ValueError(f"{name} lives in {matrix.shape[0]} dimensions, the subspace in {d}; fit it at the same site")
-    if not bool(torch.isfinite(matrix).all()):
-        raise ValueError(f"{name}: its second moment holds NaN or infinity")
-    if not float(matrix.diagonal().sum()) > 0:
-        raise ValueError(f"{name} is zero everywhere, so it has no direction; the loss does not depend on this place")
+    zero = "is zero everywhere, so it has no direction; the loss does not depend on this place"
+    matrix = checked_symmetric(matrix, name, zero)
+    if len(matrix) != d:
+        raise ValueError(f"{name} lives in {len(matrix)} dimensions, the subspace in {d}; fit it at the same site")
     return matrix
 
 
-def _ratio(above: float, below: float) -> float:
-    return above / below if below > 0 else math.inf
+def _ratio(above: float, below: float) -> float | None:
+    """None where both are zero: nothing against nothing is no preference."""
+    if below > 0:
+        return above / below
+    return math.inf if above > 0 else None

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tangent_lens.measures.energy import monte_carlo_p
+from tangent_lens.measures.matrices import CANCELLATION, checked_symmetric, without
 from tangent_lens.showing import Shown
 from tangent_lens.storage import as_float64
-from tangent_lens.subspaces.controls import random_normals
+from tangent_lens.subspaces.controls import normal_frames
 from tangent_lens.subspaces.subspace import Subspace
 
 
@@ -97,10 +98,11 @@ def iso_score_without(
     inside = frames.transpose(1, 2) @ through
     traces = total - inside.diagonal(dim1=1, dim2=2).sum(dim=1)
     squares = whole - 2 * through.square().sum(dim=(1, 2)) + inside.square().sum(dim=(1, 2))
+    for place in torch.nonzero(traces < CANCELLATION * total).flatten().tolist():
+        rest = without(matrix, frames[place])
+        traces[place], squares[place] = rest.diagonal().sum(), rest.square().sum()
     if bool((traces <= 1e-12 * total).any()):
         raise ValueError(f"removing {k} directions leaves no variance, so no isotropy; use a smaller rank")
-    # The subtraction cancels where the removed part dominates; |C'|_F^2 can never be below tr(C')^2 / (d - k).
-    squares = torch.maximum(squares, traces.square() / (d - k))
     return torch.stack(
         [
             torch.tensor(_score(float(t), _shrunk(float(s), float(t), left, shrinkage), left), dtype=torch.float64)
@@ -127,7 +129,7 @@ def isotropy_test(
     Raises:
         ValueError: as :func:`iso_score_without`, or 2k > d.
     """
-    frames = random_normals(tangent, controls, seed) if isinstance(controls, int) else controls
+    frames = normal_frames(tangent, controls, seed)
     options = {"shrinkage": shrinkage, "dimension": dimension}
     score = iso_score(covariance, shrinkage=shrinkage)
     delta = float(iso_score_without(covariance, tangent.basis[None], **options)[0]) - score
@@ -160,18 +162,13 @@ def _trace_and_square(matrix: Tensor) -> tuple[float, float]:
 
 
 def _checked(covariance: Tensor) -> Tensor:
-    matrix = as_float64(covariance)
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or len(matrix) < 2:
-        raise ValueError(
-            f"a covariance is (d, d) with d >= 2, not of shape {tuple(matrix.shape)}; pass rows to SecondMoments.of first"
-        )
-    if not bool(torch.isfinite(matrix).all()):
-        raise ValueError("this covariance holds NaN or infinity")
-    trace = float(matrix.diagonal().sum())
-    if not trace > 0:
-        raise ValueError("this covariance has no variance, so it has no isotropy; the rows are all equal")
+    matrix = checked_symmetric(
+        covariance, "this covariance", "has no variance, so it has no isotropy; the rows are all equal"
+    )
+    if len(matrix) < 2:
+        raise ValueError("isotropy needs at least 2 dimensions; this covariance has 1")
     # No score depends on the scale; at trace 1 no square under- or overflows.
-    return matrix / trace
+    return matrix / matrix.diagonal().sum()
 
 
 def _check_shrinkage(zeta: float) -> None:

@@ -8,8 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tangent_lens.measures.matrices import checked_symmetric
 from tangent_lens.showing import Shown
 from tangent_lens.storage import as_float64
+from tangent_lens.subspaces.fits import noise_floor
+
+_NO_VARIANCE = "has no variance, so it uses no dimension; the rows are all equal"
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,11 +42,8 @@ def participation_ratio(covariance: Float[Tensor, "d d"]) -> float:
     Raises:
         ValueError: C has no variance.
     """
-    matrix = as_float64(covariance)
-    trace = float(matrix.diagonal().sum())
-    if not 0 < trace < float("inf"):
-        raise ValueError("this covariance has no variance (or is not finite), so no participation ratio")
-    return 1 / float((matrix / trace).square().sum())
+    matrix = checked_symmetric(covariance, "this covariance", _NO_VARIANCE)
+    return 1 / float((matrix / matrix.diagonal().sum()).square().sum())
 
 
 def effective_rank(values: Float[Tensor, " d"]) -> float:
@@ -68,13 +69,13 @@ def spectrum_of(covariance: Float[Tensor, "d d"]) -> Spectrum:
     Raises:
         ValueError: C has no variance, or is not finite.
     """
-    matrix = as_float64(covariance)
-    ratio = participation_ratio(matrix)
-    eigenvalues = torch.linalg.eigvalsh(matrix).clamp(min=0)
+    matrix = checked_symmetric(covariance, "this covariance", _NO_VARIANCE)
+    eigenvalues = torch.linalg.eigvalsh(matrix)
+    eigenvalues = torch.where(eigenvalues > noise_floor(eigenvalues), eigenvalues, 0.0)
     shares = matrix.diagonal() / matrix.diagonal().sum()
     return Spectrum(
         d=len(matrix),
-        participation_ratio=ratio,
+        participation_ratio=participation_ratio(matrix),
         effective_rank=effective_rank(eigenvalues),
         effective_rank_singular=effective_rank(eigenvalues.sqrt()),
         top_dimension=int(shares.argmax()),

@@ -77,14 +77,20 @@ class BridgeModel:
     @property
     def description(self) -> ModelDescription:
         """Name, library, shapes, and whether the weights were processed."""
-        processed = "processed (compatibility mode)" if self.bridge.compatibility_mode else "as stored"
         return describe(
             self.bridge.original_model,
             name=self._name,
             revision=self._revision,
             library=f"transformer-lens {_version()} (TransformerBridge)",
-            weights=processed,
+            weights=self._weights(),
         )
+
+    def _weights(self) -> str:
+        """Processed weights put activations and gradients in another basis; a report must say so."""
+        mode = " (compatibility mode)" if self.bridge.compatibility_mode else ""
+        # A version without this flag cannot be asked; there compatibility mode is the only way to process weights.
+        processed = getattr(self.bridge, "_weights_processed", self.bridge.compatibility_mode)
+        return f"{'processed' if processed else 'as stored'}{mode}"
 
     def tap_point(self, site: Site) -> TapPoint:
         """Where the tensor of a site passes."""
@@ -119,8 +125,10 @@ class BridgeModel:
             path = _MAP_MODULES[kind]
             if _has(self.bridge.blocks[layer], path):
                 reads = Site("attention_input" if kind in ATTENTION_MAPS else "mlp_input", layer)
-                places = (self._point(layer, f"{path}.{side}") for side in ("hook_in", "hook_out"))
-                maps.append(LinearMap(kind, layer, reads, *places))
+                # With processed weights the bridge multiplies by itself, and a map's own hook_in never fires.
+                maps.append(
+                    LinearMap(kind, layer, reads, self.tap_point(reads), self._point(layer, f"{path}.hook_out"))
+                )
         return maps
 
 

@@ -66,9 +66,8 @@ class Corpus:
         before, after = _special_affixes(tokenizer, prepend_bos)
         room = sequence_length - len(before) - len(after)
         if room < 1 or sequence_length < 2:
-            raise ValueError(
-                f"sequence_length {sequence_length} leaves no room for 2 tokens; use at least {2 + len(before + after)}"
-            )
+            least = max(2, 1 + len(before + after))
+            raise ValueError(f"sequence_length {sequence_length} leaves no room for 2 tokens; use at least {least}")
         if max_sequences is not None and max_sequences < 1:
             raise ValueError(f"max_sequences {max_sequences} asks for nothing; use 1 or more, or None for all")
         streams = _token_streams(texts, tokenizer, pack)
@@ -90,6 +89,7 @@ class Corpus:
             ValueError: ids that are not integers, a mask of another shape, or no sequence of 2 tokens.
         """
         if attention_mask is not None:
+            attention_mask = torch.as_tensor(attention_mask)
             if not isinstance(tokens, Tensor) or tokens.shape != attention_mask.shape:
                 raise ValueError("an attention mask needs a token tensor of the same shape (batch, position)")
             rows: Iterable[Any] = (row[kept.bool()] for row, kept in zip(tokens, attention_mask, strict=True))
@@ -154,8 +154,8 @@ class Corpus:
             raise ValueError(f"padding_side {padding_side!r} must be 'left' or 'right'")
         skipped = self.special_ids if skip_special else frozenset()
         ordered = sorted(self.sequences, key=len, reverse=True)
-        for start in range(0, len(ordered), batch_size):
-            yield _pad(ordered[start : start + batch_size], padding_side, pad_id, skip_first, skipped)
+        cuts = (ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size))
+        return (_pad(cut, padding_side, pad_id, skip_first, skipped) for cut in cuts)
 
 
 def reference_prose() -> list[str]:
@@ -225,4 +225,6 @@ def _as_ids(row: Any) -> np.ndarray:
     ids = np.asarray(row.cpu() if isinstance(row, Tensor) else row)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"a token sequence must be a list of integer ids, not {ids.dtype} of shape {ids.shape}")
+    if ids.size and not 0 <= ids.min() <= ids.max() <= np.iinfo(np.int32).max:
+        raise ValueError(f"token ids run from {ids.min()} to {ids.max()}; no vocabulary holds them")
     return ids.astype(np.int32)

@@ -33,7 +33,7 @@ def causal_loss_sum(
     Raises:
         ValueError: no position has a next token.
     """
-    targets = causal_targets(tokens, attention_mask)
+    targets = causal_targets(tokens, attention_mask.bool())
     count = int((targets != _IGNORED).sum())
     if count == 0:
         raise ValueError(

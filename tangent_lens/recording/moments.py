@@ -17,6 +17,7 @@ from tangent_lens.storage import load_tensors, save_tensors
 
 # Long float32 sums drift; products are taken over at most this many rows before they join the float64 sums.
 ROWS_A_PRODUCT = 2048
+_SMALLEST_NORM = 1e-12
 
 
 class NonFiniteRows(ValueError):
@@ -56,22 +57,34 @@ class SecondMoments:
             ValueError: rows of another width, or not a matrix.
             NonFiniteRows: NaN or infinity among them; nothing is added then.
         """
+        self.add_checked(self.checked(rows))
+
+    def checked(self, rows: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        """The rows in the precision in which they are summed, or an error as :meth:`update` raises it."""
         if _checked_width(rows, self.name) != self.width:
             raise ValueError(f"{self.name}: rows of width {rows.shape[1]} cannot join rows of width {self.width}")
-        for chunk in rows.detach().split(ROWS_A_PRODUCT):
+        wide = rows.dtype if rows.dtype == torch.float64 else torch.float32
+        rows = rows.detach().to(device=self.mean.device, dtype=wide)
+        # One pass without a copy: the norm is not finite if any entry is not, or if squares overflow.
+        norm = float(torch.linalg.vector_norm(rows)) if rows.numel() else 0.0
+        if not norm < float("inf"):
+            raise _not_finite(rows, self.name)
+        # Squares of float32 numbers this small would vanish.
+        return rows.double() if norm < _SMALLEST_NORM else rows
+
+    def add_checked(self, rows: Float[Tensor, "n d"]) -> None:
+        """Add rows that :meth:`checked` returned."""
+        for chunk in rows.split(ROWS_A_PRODUCT):
             if len(chunk):
-                self._add(_wide_enough(chunk, self.mean.device))
+                self._add(chunk)
 
     def _add(self, rows: Tensor) -> None:
         count = len(rows)
         centre = rows.mean(dim=0)
-        _check_finite(centre, rows, self.name)
         centred = rows - centre
         # The mean was rounded to the rows' precision: what it left over is carried exactly in float64.
         left_over = centred.sum(dim=0, dtype=torch.float64) / count
-        product = centred.T @ centred
-        _check_finite(product.diagonal(), rows, self.name)
-        self._join(count, centre.double() + left_over, product, left_over)
+        self._join(count, centre.double() + left_over, centred.T @ centred, left_over)
 
     def _join(self, count: int, mean: Tensor, product: Tensor, left_over: Tensor | None = None) -> None:
         self.scatter.add_(product)
@@ -194,17 +207,16 @@ class Moments:
         if gradients is None:
             self.activations.update(activations)
             return
-        chunks = zip(activations.split(ROWS_A_PRODUCT), gradients.split(ROWS_A_PRODUCT), strict=True)
-        for x, g in chunks:
+        # Both are checked before either is added, so that an error leaves all sums as they were.
+        pair = (self.activations.checked(activations), self.gradients.checked(gradients))
+        for x, g in zip(*(rows.split(ROWS_A_PRODUCT) for rows in pair), strict=True):
             if self.cross_scatter is not None and len(x):
-                self._add_cross(x.detach(), g.detach())
-            self.activations.update(x)
-            self.gradients.update(g)
+                self._add_cross(x.double(), g.double())
+            self.activations.add_checked(x)
+            self.gradients.add_checked(g)
 
-    def _add_cross(self, activations: Tensor, gradients: Tensor) -> None:
+    def _add_cross(self, x: Tensor, g: Tensor) -> None:
         # Runs before the two streams take the rows in: the pairwise rule needs their counts and means of before.
-        assert self.cross_scatter is not None
-        x, g = (_wide_enough(rows, self.cross_scatter.device).double() for rows in (activations, gradients))
         part = (g - g.mean(0)).T @ (x - x.mean(0))
         self._join_cross(len(x), x.mean(0), g.mean(0), part)
 
@@ -228,6 +240,8 @@ class Moments:
 
     def merge(self, other: Moments) -> None:
         """Add all that another recording of the same site saw."""
+        if other.width != self.width:
+            raise ValueError(f"{self.name}: width {other.width} cannot be merged into width {self.width}")
         if (self.cross_scatter is None) != (other.cross_scatter is None):
             raise ValueError(f"{self.name}: a recording with a cross moment and one without cannot be merged")
         if self.cross_scatter is not None and other.cross_scatter is not None and other.activations.count:
@@ -285,24 +299,19 @@ def _checked_width(rows: Tensor, name: str) -> int:
     return rows.shape[1]
 
 
-def _wide_enough(rows: Tensor, device: torch.device) -> Tensor:
-    return rows.to(device=device, dtype=rows.dtype if rows.dtype == torch.float64 else torch.float32)
-
-
 def _device_with_float64(rows: Tensor) -> torch.device:
     return torch.device("cpu") if rows.device.type == "mps" else rows.device
 
 
-def _check_finite(sums: Tensor, rows: Tensor, name: str) -> None:
-    if bool(torch.isfinite(sums).all()):
-        return
+def _not_finite(rows: Tensor, name: str) -> NonFiniteRows:
     bad = ~torch.isfinite(rows)
     if not bool(bad.any()):
-        raise NonFiniteRows(
-            f"{name}: values up to {float(rows.abs().max()):.3g} overflow when squared in {rows.dtype}; pass float64 rows"
+        way_out = "pass float64 rows" if rows.dtype != torch.float64 else "divide the rows by a constant first"
+        return NonFiniteRows(
+            f"{name}: values up to {float(rows.abs().max()):.3g} overflow when squared in {rows.dtype}; {way_out}"
         )
     row, column = (int(index) for index in bad.nonzero()[0])
-    raise NonFiniteRows(
+    return NonFiniteRows(
         f"{name}: {int(bad.sum())} of {rows.numel()} values are NaN or infinite (first at row {row}, dimension {column}); "
         "find out where the model overflows (a wider dtype often helps) before measuring"
     )

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tangent_lens.progress import Progress
 
-NOTEBOOK_WIDTH = 132
+NOTEBOOK_WIDTH = 116
 _HTML = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:1.25;font-family:Menlo,Consolas,monospace">{code}</pre>'
 )

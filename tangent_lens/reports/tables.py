@@ -41,7 +41,7 @@ def table_of(result: Any) -> Any:
 @table_of.register
 def _(report: Report) -> Any:
     tables = (_ByWidth(report, view) for view in (energy_table, isotropy_table, notes))
-    return Group(header(report), *tables)
+    return Group(header(report), "", *tables)
 
 
 @table_of.register

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tangent_lens.subspaces.subspace import Subspace
+from tangent_lens.storage import as_float64
+from tangent_lens.subspaces.subspace import Subspace, check_orthonormal
 
 
 def check_normal_controls_fit(rank: int, d: int) -> None:
@@ -35,7 +36,8 @@ def random_normals(
     Raises:
         ValueError: 2k > d, or a count below 1.
     """
-    basis = tangent.basis if isinstance(tangent, Subspace) else tangent
+    basis = tangent.basis if isinstance(tangent, Subspace) else as_float64(tangent)
+    check_orthonormal(basis)
     d, k = basis.shape
     check_normal_controls_fit(k, d)
     if count < 1:
@@ -46,3 +48,22 @@ def random_normals(
     for _ in range(2):
         gaussian = gaussian - basis @ (basis.T @ gaussian)
     return torch.linalg.qr(gaussian).Q
+
+
+def normal_frames(tangent: Subspace, controls: int | Float[Tensor, "m d k"], seed: int) -> Float[Tensor, "m d k"]:
+    """Frames to compare a subspace with: drawn here if ``controls`` is a number, else checked and taken as they are.
+
+    Raises:
+        ValueError: a number below 1, or frames of another rank or width.
+    """
+    check_normal_controls_fit(tangent.rank, tangent.d)
+    if not isinstance(controls, Tensor):
+        if isinstance(controls, bool):
+            raise ValueError(f"controls={controls} must be a number of random normals, or frames (m, d, k)")
+        return random_normals(tangent, int(controls), seed)
+    if controls.ndim != 3 or controls.shape[1:] != tangent.basis.shape:
+        raise ValueError(
+            f"controls of shape {tuple(controls.shape)} cannot be compared with a subspace of rank {tangent.rank} in "
+            f"{tangent.d} dimensions; frames are (m, {tangent.d}, {tangent.rank})"
+        )
+    return as_float64(controls)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -9,9 +12,6 @@ from torch import Tensor
 from tangent_lens.recording.moments import Moments, SecondMoments
 from tangent_lens.storage import as_float64
 from tangent_lens.subspaces.subspace import Subspace
-
-# Variances below this share of the largest are rounding of float32 products, not data.
-_NOISE_FLOOR = 1e-10
 
 
 def fit_pca(moments: Moments | SecondMoments, rank: int | float = 16, *, center: bool = True) -> Subspace:
@@ -34,12 +34,13 @@ def fit_pca(moments: Moments | SecondMoments, rank: int | float = 16, *, center:
     stream = moments.activations if isinstance(moments, Moments) else moments
     matrix = stream.covariance() if center else stream.second_moment() / stream.count
     variances, directions = torch.linalg.eigh(as_float64(matrix))
+    floor = noise_floor(variances)
     variances, directions = variances.flip(0).clamp(min=0), directions.flip(1)
     total = float(variances.sum())
     # Rows that are all equal leave rounding noise of their mean, which is no variance.
     if total <= 1e-20 * float(stream.mean.square().sum()):
         raise ValueError(f"{stream.name}: all {stream.count} rows are equal, so they have no principal direction")
-    k = _as_integer(rank, variances, stream)
+    k = _as_integer(rank, variances, stream, most=stream.count - 1 if center else stream.count)
     return Subspace(
         basis=directions[:, :k].contiguous(),
         centre=as_float64(stream.mean) if center else torch.zeros(stream.width, dtype=torch.float64),
@@ -48,39 +49,49 @@ def fit_pca(moments: Moments | SecondMoments, rank: int | float = 16, *, center:
             "fitted_on": stream.name,
             "rows": stream.count,
             "rank": k,
-            "asked_rank": rank,
+            "asked_rank": float(rank) if float(rank) != int(rank) else int(rank),
             "variance_share": float(variances[:k].sum()) / total,
         },
-        rivals=_rivals(variances, directions, k),
+        rivals=_rivals(variances, directions, k, floor),
     )
 
 
-def _as_integer(rank: int | float, variances: Tensor, stream: SecondMoments) -> int:
-    if isinstance(rank, bool) or not isinstance(rank, (int, float)):
+def noise_floor(eigenvalues: Float[Tensor, " d"]) -> float:
+    """Below this, an eigenvalue of a covariance is rounding and not data.
+
+    A covariance has no negative eigenvalue, so the most negative one that was computed shows how large rounding is
+    (float32 products leave far more of it than the float64 sums do).
+    """
+    return max(1e-10 * float(eigenvalues.max()), -8 * float(eigenvalues.min()))
+
+
+def _as_integer(rank: int | float, variances: Tensor, stream: SecondMoments, most: int) -> int:
+    if isinstance(rank, bool) or not isinstance(rank, numbers.Real) or not math.isfinite(rank):
         raise ValueError(f"rank {rank!r} must be a whole number, or a variance share between 0 and 1")
-    if isinstance(rank, float) and not rank.is_integer():
+    if float(rank) != int(rank):
         if not 0 < rank < 1:
             raise ValueError(f"rank {rank} must be a whole number, or a variance share between 0 and 1")
         shares = variances.cumsum(0) / variances.sum()
-        return int((shares < rank).sum()) + 1
+        return min(int((shares < rank).sum()) + 1, len(variances))
     k = int(rank)
     if k < 1:
         raise ValueError(f"rank {k} spans nothing; use 1 or more")
     if k > stream.width:
         raise ValueError(f"rank {k} does not fit in {stream.width} dimensions; use rank <= {stream.width}")
-    if k > stream.count - 1:
+    if k > most:
         raise ValueError(
-            f"{stream.name}: {stream.count} rows determine at most {stream.count - 1} directions, rank {k} was asked; "
+            f"{stream.name}: {stream.count} rows determine at most {most} directions, rank {k} was asked; "
             "use more text or a smaller rank"
         )
     return k
 
 
-def _rivals(variances: Float[Tensor, " d"], directions: Float[Tensor, "d d"], k: int) -> dict[str, Tensor]:
+def _rivals(
+    variances: Float[Tensor, " d"], directions: Float[Tensor, "d d"], k: int, floor: float
+) -> dict[str, Tensor]:
     d = len(variances)
     if 2 * k > d:
         return {}
-    floor = _NOISE_FLOOR * variances[0]
     rivals = {}
     if variances[2 * k - 1] > floor:
         rivals["next"] = directions[:, k : 2 * k].contiguous()

@@ -39,6 +39,8 @@ class Subspace:
     rivals: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("basis", "centre"):
+            object.__setattr__(self, name, as_float64(getattr(self, name)))
         check_orthonormal(self.basis)
         if self.centre.shape != self.basis.shape[:1]:
             raise ValueError(

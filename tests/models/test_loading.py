@@ -1,0 +1,167 @@
+"""From an object or a name to a model that can be measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import boot_bridge, tiny_model
+from plain_reference import assert_close, random_tokens
+from transformers import LlamaForCausalLM
+
+from tangent_lens.lens import Lens
+from tangent_lens.models.huggingface import HuggingFaceModel
+from tangent_lens.models.loading import load, wrap
+from tangent_lens.models.protocol import UnsupportedModel
+from tangent_lens.models.transformer_lens import BridgeModel
+from tangent_lens.sites import Site
+
+TOKENS = random_tokens(2, 9)
+
+
+@pytest.fixture(scope="module")
+def bare_folder(tmp_path_factory):
+    """A saved model without a tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("bare")
+    tiny_model("llama", dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    """A saved model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_huggingface_model_is_wrapped_itself():
+    model = tiny_model("llama")
+    wrapped = wrap(model)
+    assert isinstance(wrapped, HuggingFaceModel)
+    assert wrapped.module is model
+
+
+def test_a_bridge_is_wrapped_itself(tokenizer):
+    bridge = boot_bridge(tiny_model("gpt2"), tokenizer)
+    wrapped = wrap(bridge)
+    assert isinstance(wrapped, BridgeModel)
+    assert wrapped.module is bridge and wrapped.tokenizer is bridge.tokenizer
+
+
+def test_a_wrapped_model_stays_as_it_is():
+    wrapped = wrap(tiny_model("llama"))
+    assert wrap(wrapped) is wrapped
+    assert Lens(wrapped).model is wrapped
+
+
+def test_options_beside_a_wrapped_model_are_not_ignored(tokenizer):
+    """Either they count or they are refused; a tokenizer that is taken and dropped helps nobody."""
+    wrapped = wrap(tiny_model("llama"))
+    try:
+        lens = Lens(wrapped, tokenizer=tokenizer, name="mine")
+    except (TypeError, ValueError):
+        return
+    assert lens.model.tokenizer is tokenizer
+    assert lens.description.name == "mine"
+
+
+@pytest.mark.parametrize("thing", ["gpt2", None, torch.nn.Linear(2, 2), Lens], ids=["name", "None", "Linear", "class"])
+def test_other_objects_are_refused_with_what_to_pass(thing):
+    with pytest.raises(
+        UnsupportedModel, match=r"cannot be measured; pass a HuggingFace causal language model.*from_pre"
+    ):
+        wrap(thing)
+
+
+def test_a_compiled_model_is_refused_by_its_own_name():
+    with pytest.raises(UnsupportedModel, match=r"OptimizedModule cannot be measured"):
+        wrap(torch.compile(tiny_model("llama")))
+
+
+def test_a_lens_is_no_model():
+    with pytest.raises(UnsupportedModel, match=r"tangent_lens\.lens\.Lens cannot be measured"):
+        Lens(Lens(tiny_model("llama")))
+
+
+def test_a_model_without_a_name_has_no_tokenizer_and_says_so_for_texts():
+    lens = Lens(tiny_model("llama"))
+    assert lens.model.tokenizer is None
+    with pytest.raises(
+        ValueError, match=r"came without a tokenizer; pass Lens\(model, tokenizer=\.\.\.\), or token ids"
+    ):
+        lens.record(["5 6 7"], progress=False)
+
+
+def test_the_tokenizer_beside_the_weights_is_found(folder):
+    lens = Lens(LlamaForCausalLM.from_pretrained(folder))
+    assert lens.corpus(["5 6 7"]).sequences[0].tolist() == [5, 6, 7]
+
+
+def test_a_tokenizer_given_wins_over_the_one_beside_the_weights(folder, tokenizer):
+    assert Lens(LlamaForCausalLM.from_pretrained(folder), tokenizer).model.tokenizer is tokenizer
+
+
+def test_weights_without_a_tokenizer_beside_them_are_wrapped(bare_folder):
+    assert Lens(LlamaForCausalLM.from_pretrained(bare_folder)).model.tokenizer is None
+
+
+@pytest.mark.parametrize("backend", ["huggingface", "transformer_lens"])
+def test_a_folder_loads_in_either_library_with_the_same_numbers(folder, backend):
+    lens = Lens(load(folder, backend=backend))
+    found = lens.record(TOKENS, "resid_post.1", progress=False)[Site("resid_post", 1)]
+    expected = Lens(tiny_model("llama", dtype=torch.float32)).record(TOKENS, "resid_post.1", progress=False)
+    wanted = expected[Site("resid_post", 1)].gradients.second_moment()
+    assert_close(found.gradients.second_moment(), wanted, 1e-5)
+    assert lens.description.name == folder
+    assert lens.corpus(["5 6 7"], prepend_bos=False).sequences[0].tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("backend", ["huggingface", "transformer_lens"])
+def test_a_loaded_model_has_the_dtype_asked_for_and_is_in_eval_mode(folder, backend):
+    model = load(folder, backend=backend, dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+    assert model.description.dtype == "bfloat16"
+    assert not model.module.training
+
+
+def test_lens_loads_by_name(folder):
+    lens = Lens.from_pretrained(folder, dtype="float64", progress=False)
+    assert lens.description.dtype == "float64"
+    assert repr(lens) == f"Lens({folder}, {lens.description.library}: 3 layers, d_model 32, 25 sites, 15 maps)"
+
+
+def test_a_folder_without_a_tokenizer_loads_for_token_ids(bare_folder):
+    """Checkpoints of a training loop often lie without one; token ids need none."""
+    lens = Lens(load(str(bare_folder)))
+    assert lens.record(TOKENS, progress=False)
+    with pytest.raises(ValueError, match="came without a tokenizer"):
+        lens.corpus(["5 6 7"])
+
+
+def test_unknown_backend_names_those_there_are(folder):
+    with pytest.raises(ValueError, match=r"backend 'jax' is not known; use one of huggingface, transformer_lens"):
+        load(folder, backend="jax")
+
+
+@pytest.mark.parametrize("dtype", ["f32", "Tensor", "nn"])
+def test_unknown_dtype_names_those_there_are(folder, dtype):
+    with pytest.raises(ValueError, match=rf"dtype '{dtype}' is not known; use float32, bfloat16, float16 or float64"):
+        load(folder, dtype=dtype)
+
+
+def test_a_dtype_of_integers_is_refused(folder):
+    with pytest.raises(ValueError, match=r"int8"):
+        load(folder, dtype="int8")
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path):
+    with pytest.raises(
+        ValueError, match=rf"the folder {tmp_path} holds no config\.json, so it is no saved HuggingFace"
+    ):
+        load(str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_named():
+    with pytest.raises(OSError, match="/nowhere/at/all"):
+        load("/nowhere/at/all")

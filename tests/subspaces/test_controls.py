@@ -1,0 +1,97 @@
+"""Random normals: orthonormal, off the tangent, of the Haar distribution, and of the seed alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from explicit import PROPERTY, array, projector, random_frame, random_subspace
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tangent_lens.subspaces.controls import check_normal_controls_fit, random_normals
+
+
+@given(seed=st.integers(0, 10_000), k=st.integers(1, 5), extra=st.integers(0, 20))
+@PROPERTY
+def test_frames_are_orthonormal_and_orthogonal_to_the_tangent(seed, k, extra):
+    tangent = random_subspace(2 * k + extra, k, seed)
+    frames = random_normals(tangent, 4, seed)
+    assert frames.shape == (4, 2 * k + extra, k)
+    assert frames.dtype == torch.float64
+    assert float((frames.transpose(1, 2) @ frames - torch.eye(k)).abs().max()) < 1e-13
+    assert float((tangent.basis.T @ frames).abs().max()) < 1e-13
+
+
+def test_they_stay_orthogonal_in_a_wide_space():
+    tangent = random_subspace(1536, 32)
+    frames = random_normals(tangent, 3)
+    assert float((tangent.basis.T @ frames).abs().max()) < 1e-14
+    assert float((frames.transpose(1, 2) @ frames - torch.eye(32)).abs().max()) < 1e-13
+
+
+def test_the_seed_alone_decides():
+    tangent = random_subspace(12, 3)
+    first = random_normals(tangent, 5, seed=7)
+    torch.rand(11)
+    assert torch.equal(random_normals(tangent, 5, seed=7), first)
+    assert float((random_normals(tangent, 5, seed=8) - first).abs().max()) > 0.1
+
+
+def test_the_frames_of_one_draw_differ():
+    frames = random_normals(random_subspace(12, 3), 5)
+    for other in range(1, 5):
+        assert np.linalg.norm(projector(frames[0]) - projector(frames[other])) > 0.1
+
+
+def test_the_global_random_state_is_not_touched():
+    torch.rand(1)
+    states = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    random_normals(random_subspace(12, 3), 5)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.random.get_state()[1].tolist() == states[1]
+
+
+def test_a_basis_serves_as_well_as_its_subspace():
+    tangent = random_subspace(12, 3)
+    assert torch.equal(random_normals(tangent, 5), random_normals(tangent.basis, 5))
+
+
+def test_twenty_is_the_default_count():
+    assert len(random_normals(random_subspace(12, 3))) == 20
+
+
+def test_at_half_the_width_every_frame_spans_the_whole_complement():
+    tangent = random_subspace(8, 4)
+    for frame in random_normals(tangent, 3):
+        assert np.allclose(projector(frame), np.eye(8) - projector(tangent.basis), rtol=0, atol=1e-13)
+
+
+def test_spans_are_spread_evenly_over_the_complement():
+    tangent, count = random_subspace(7, 2), 20_000
+    frames = random_normals(tangent, count, seed=1)
+    turn = random_normals(tangent.basis, 1, seed=2)[0]
+    mean = array(torch.einsum("mik,mjk->ij", frames, frames)) / count
+    assert np.allclose(mean, (np.eye(7) - projector(tangent.basis)) * 2 / 5, rtol=0, atol=0.02)
+    # |Q_1^T Q_2|^2 has the mean of its Haar moments against any fixed frame too: k^2 / n.
+    overlaps = torch.einsum("ia,mib->mab", turn, frames).square().sum(dim=(1, 2))
+    assert float(overlaps.mean()) == pytest.approx(4 / 5, abs=0.01)
+
+
+def test_no_room_for_a_control_is_an_error():
+    with pytest.raises(ValueError, match=r"rank 5 needs 2\*rank <= d = 9 for a normal control; use rank <= 4"):
+        random_normals(random_subspace(9, 5))
+    with pytest.raises(ValueError, match=r"rank 400 needs 2\*rank <= d = 576 for a normal control; use rank <= 288"):
+        check_normal_controls_fit(400, 576)
+    check_normal_controls_fit(288, 576)
+
+
+@pytest.mark.parametrize("count", [0, -2])
+def test_no_controls_are_no_comparison(count):
+    with pytest.raises(ValueError, match=rf"{count} controls give no comparison; use 1 or more \(20 make .* 1/21\)"):
+        random_normals(random_subspace(9, 2), count)
+
+
+def test_a_basis_that_is_not_orthonormal_is_refused():
+    with pytest.raises(ValueError, match="not orthonormal"):
+        random_normals(3 * random_frame(9, 2))
