@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tangent_lens.measures.analysis import concentration_warnings, fit_proxies, measure_gradients, summarise_space
+from tangent_lens.measures.plan import plan_measurement, width_of
 from tangent_lens.measures.report import CorpusDescription, Report, Settings
 from tangent_lens.models.loading import load, wrap
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Model, ModelDescription
@@ -22,7 +24,8 @@ from tangent_lens.recording.corpus import Corpus
 from tangent_lens.recording.moments import Moments
 from tangent_lens.recording.passes import record_activations, record_gradients
 from tangent_lens.sites import Site, SiteSelection, resid_post, resolve
-from tangent_lens.subspaces.controls import check_normal_controls_fit
+
+TEXT_WINDOW = 128
 
 Texts = str | Iterable[str] | Iterable[Sequence[int]] | Tensor | Corpus
 
@@ -87,9 +90,7 @@ class Lens:
 
     def width(self, site: Site) -> int:
         """Numbers a row of this site holds: d_model, or heads * d_head for queries, keys and values."""
-        shape = self.description
-        heads = {"query": shape.n_heads, "key": shape.n_key_value_heads, "value": shape.n_key_value_heads}
-        return heads[site.kind] * shape.d_head if site.kind in heads else shape.d_model
+        return width_of(self.description, site)
 
     def attach(self, sites: SiteSelection, *, gradients: bool = False, keep: str = "rows") -> Taps:
         """Tap sites while you run the model yourself, in a ``with`` block.
@@ -113,31 +114,62 @@ class Lens:
         with torch.enable_grad(), frozen_parameters(self.model):
             yield
 
-    def corpus(self, texts: Texts, *, name: str = "texts", **options: Any) -> Corpus:
-        """Texts or token ids as sequences for this model; ``options`` go to :meth:`Corpus.from_texts`.
+    def corpus(
+        self,
+        texts: Texts,
+        *,
+        sequence_length: int | None = None,
+        pack: bool = False,
+        max_sequences: int | None = None,
+        prepend_bos: bool | None = None,
+        name: str = "texts",
+    ) -> Corpus:
+        """Texts or token ids as sequences for this model.
 
-        Token ids are sequences already: of the options, they take the name alone.
+        Args:
+            texts: a text, texts, token ids, or a :class:`Corpus`.
+            sequence_length: longest window: 128 tokens for texts; token ids stay as they are unless it is given.
+            pack, prepend_bos: of texts only; see :meth:`Corpus.from_texts`.
+            max_sequences: no more than these.
+            name: what a report calls them.
 
         Raises:
-            ValueError: nothing to read, or texts without a tokenizer.
+            ValueError: nothing to read, texts without a tokenizer, or options that token ids cannot follow.
         """
-        if isinstance(texts, Corpus):
-            return texts
-        if isinstance(texts, Tensor):
-            return Corpus.from_tokens(texts, name=name, special_ids=self._special_ids())
-        if not isinstance(texts, str):
-            texts = iter(texts)
-            first = next(texts, None)
-            if first is None:
-                raise ValueError("no text was given; pass a string, a list of strings, or token ids")
-            texts = _chain(first, texts)
-            if not isinstance(first, str):
-                return Corpus.from_tokens(texts, name=name, special_ids=self._special_ids())  # pyright: ignore[reportArgumentType]
+        found = self._token_ids(texts, name)
+        if isinstance(found, Corpus):
+            if pack or prepend_bos is not None:
+                raise ValueError(
+                    "pack and prepend_bos are for texts; token ids are sequences already, so leave them out"
+                )
+            return found.limited(sequence_length, max_sequences)
         if self.model.tokenizer is None:
             raise ValueError(
                 "this model came without a tokenizer; pass Lens(model, tokenizer=...), or token ids instead of texts"
             )
-        return Corpus.from_texts(texts, self.model.tokenizer, name=name, **options)  # pyright: ignore[reportArgumentType]
+        return Corpus.from_texts(
+            found,
+            self.model.tokenizer,
+            sequence_length=TEXT_WINDOW if sequence_length is None else sequence_length,
+            pack=pack,
+            max_sequences=max_sequences,
+            prepend_bos=prepend_bos,
+            name=name,
+        )
+
+    def _token_ids(self, texts: Texts, name: str) -> Corpus | str | Iterable[str]:
+        """The corpus of token ids, or the texts if texts they are; only the first item is looked at."""
+        if isinstance(texts, (Corpus, str)):
+            return texts
+        special = () if self.model.tokenizer is None else tuple(self.model.tokenizer.all_special_ids)
+        if isinstance(texts, Tensor):
+            return Corpus.from_tokens(texts, name=name, special_ids=special)
+        items: Iterator[Any] = iter(texts)
+        first = next(items, None)
+        if first is None:
+            raise ValueError("no text was given; pass a string, a list of strings, or token ids")
+        whole = itertools.chain([first], items)
+        return whole if isinstance(first, str) else Corpus.from_tokens(whole, name=name, special_ids=special)  # pyright: ignore[reportArgumentType]
 
     def record(
         self,
@@ -185,7 +217,7 @@ class Lens:
         center: bool = True,
         shrinkage: float = 0.0,
         fit_fraction: float = 0.5,
-        sequence_length: int = 128,
+        sequence_length: int | None = None,
         pack: bool = False,
         max_sequences: int | None = None,
         prepend_bos: bool | None = None,
@@ -215,7 +247,7 @@ class Lens:
             center: PCA about the mean (False: about zero).
             shrinkage: of the covariances in IsoScore*.
             fit_fraction: share of the sequences that the proxies are fitted on.
-            sequence_length, pack, max_sequences, prepend_bos: see :meth:`Corpus.from_texts`.
+            sequence_length, pack, max_sequences, prepend_bos: see :meth:`corpus`.
             skip_first, skip_special: leave first positions, or special tokens, out of every statistic.
             batch_size, padding_side: change no number beyond rounding.
             name: what the report calls the texts.
@@ -229,10 +261,7 @@ class Lens:
             rank, controls, seed, tuple(gradients), fit_site, center, shrinkage, fit_fraction, sequence_length, pack,
             skip_first, skip_special, batch_size, padding_side,
         )  # fmt: skip
-        chosen = self.resolve(sites if sites is not None else resid_post())
-        chosen_maps = self._chosen_maps(chosen, maps) if "weight" in gradients else ()
-        fit_site_of = {one.reads: self._fit_site(one.reads, fit_site) for one in chosen_maps}
-        self._check(settings, chosen, fit_site_of)
+        plan = plan_measurement(self.model, self.resolve(sites if sites is not None else resid_post()), maps, settings)
         corpus = self.corpus(
             texts,
             sequence_length=sequence_length,
@@ -242,20 +271,21 @@ class Lens:
             name=name,
         )
         fit, test = corpus.split(fit_fraction, seed)
-        at_residual = chosen if "residual" in gradients else ()
-        fit_sites = sorted({*at_residual, *fit_site_of.values()}, key=lambda site: site.order)
         shown = _progress(progress)
         activations = record_activations(
-            self.model, self._batches(fit, settings), fit_sites, progress=shown, tokens=fit.tokens
+            self.model, self._batches(fit, settings), plan.fit_sites, progress=shown, tokens=fit.tokens
         )
         proxies = fit_proxies(activations, settings)
         recorded = record_gradients(
-            self.model, self._batches(test, settings), at_residual, chosen_maps, progress=shown, tokens=test.tokens
+            self.model,
+            self._batches(test, settings),
+            plan.residual_sites,
+            plan.maps,
+            input_bases={reads: proxies[site].basis for reads, site in plan.fit_site_of.items()},
+            progress=shown,
+            tokens=test.tokens,
         )
         spaces = tuple(summarise_space(site, record, proxies[site]) for site, record in activations.items())
-        test_rows = [moments.gradients.count for moments in recorded.moments.values()] + [
-            one.rows for one in recorded.weights
-        ]
         return Report(
             model=self.description,
             corpus=CorpusDescription(
@@ -265,14 +295,14 @@ class Lens:
                 fit_tokens=fit.tokens,
                 test_tokens=test.tokens,
                 fit_rows=next(iter(activations.values())).moments.count,
-                test_rows=test_rows[0],
+                test_rows=recorded.rows,
                 loss=recorded.loss,
                 left_out=corpus.left_out,
             ),
             settings=settings,
             spaces=spaces,
-            measurements=measure_gradients(recorded, proxies, fit_site_of, settings, shown),
-            warnings=(*corpus.left_out, *concentration_warnings(spaces)),
+            measurements=measure_gradients(recorded, proxies, plan.fit_site_of, settings, shown),
+            warnings=(*_corpus_warnings(corpus, prepend_bos), *plan.warnings, *concentration_warnings(spaces)),
             versions=_versions(),
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             subspaces={site.name: proxy for site, proxy in proxies.items()},
@@ -287,51 +317,9 @@ class Lens:
             skip_special=settings.skip_special,
         )
 
-    def _special_ids(self) -> tuple[int, ...]:
-        return () if self.model.tokenizer is None else tuple(self.model.tokenizer.all_special_ids)
-
     def _pad_id(self) -> int:
         pad = getattr(self.model.tokenizer, "pad_token_id", None)
         return 0 if pad is None or pad >= self.description.vocabulary else pad
-
-    def _chosen_maps(self, sites: Sequence[Site], kinds: Sequence[str]) -> tuple[LinearMap, ...]:
-        """The maps of the layers selected; of a site inside the attention or the MLP, only the maps beside it."""
-        unknown = set(kinds) - {*ATTENTION_MAPS, *MLP_MAPS}
-        if unknown or not kinds:
-            raise ValueError(
-                f"maps {sorted(unknown) or '()'} are not known; choose from {', '.join((*ATTENTION_MAPS, *MLP_MAPS))}"
-            )
-        wanted = {(site.layer, kind) for site in sites for kind in _maps_beside(site.kind) if kind in kinds}
-        return tuple(one for one in self.model.maps if (one.layer, one.kind) in wanted)
-
-    def _fit_site(self, reads: Site, where: str) -> Site:
-        if where == "input":
-            return reads
-        if reads.kind == "mlp_input" and "resid_mid" not in self.model.absent:
-            return Site("resid_mid", reads.layer)
-        return Site("resid_pre", reads.layer)
-
-    def _check(self, settings: Settings, sites: Sequence[Site], fit_site_of: dict[Site, Site]) -> None:
-        """Refuse what cannot work before the model runs for minutes."""
-        unknown = set(settings.gradients) - {"residual", "weight"}
-        if unknown or not settings.gradients:
-            raise ValueError(f"gradients {settings.gradients} must name 'residual', 'weight' or both")
-        if settings.fit_site not in ("input", "residual"):
-            raise ValueError(
-                f"fit_site {settings.fit_site!r} must be 'input' (after the norm) or 'residual' (before it)"
-            )
-        if settings.controls < 1:
-            raise ValueError(f"{settings.controls} controls give no comparison; use 1 or more")
-        if not 0 <= settings.shrinkage <= 1:
-            raise ValueError(f"shrinkage {settings.shrinkage} must lie between 0 (none) and 1")
-        if settings.gradients == ("weight",) and not fit_site_of:
-            raise ValueError(
-                f"no linear map reads {', '.join(site.name for site in sites)}, so it has no weight gradient"
-            )
-        if settings.rank >= 1:
-            widths = {self.width(site) for site in sites} if "residual" in settings.gradients else set()
-            widths |= {self.width(site) for site in fit_site_of.values()}
-            check_normal_controls_fit(int(settings.rank), min(widths))
 
     def __repr__(self) -> str:
         shape = self.description
@@ -339,14 +327,6 @@ class Lens:
             f"Lens({shape.name}, {shape.library}: {shape.n_layers} layers, d_model {shape.d_model}, "
             f"{len(self.sites)} sites, {len(self.maps)} maps)"
         )
-
-
-def _maps_beside(kind: str) -> tuple[str, ...]:
-    if kind == "embedding":
-        return ()
-    if kind in ("attention_input", "query", "key", "value"):
-        return ATTENTION_MAPS
-    return MLP_MAPS if kind == "mlp_input" else (*ATTENTION_MAPS, *MLP_MAPS)
 
 
 def _progress(wanted: bool | Progress) -> Progress | None:
@@ -365,9 +345,14 @@ def _activations_only(site: Site, activations: Any) -> Moments:
     return moments
 
 
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
+def _corpus_warnings(corpus: Corpus, prepend_bos: bool | None) -> tuple[str, ...]:
+    if not corpus.begins_with or prepend_bos is not None:
+        return corpus.left_out
+    return (
+        *corpus.left_out,
+        f"every sequence begins with the special token {corpus.begins_with!r}, the beginning-of-text token this tokenizer "
+        "sets by itself (the tokenizer of a TransformerBridge always does); prepend_bos=False leaves it out",
+    )
 
 
 def _versions() -> dict[str, str]:

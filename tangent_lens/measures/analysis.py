@@ -15,7 +15,7 @@ from tangent_lens.measures.report import Measurement, Settings, Space
 from tangent_lens.measures.spectrum import spectrum_of
 from tangent_lens.models.protocol import ATTENTION_MAPS
 from tangent_lens.progress import NoProgress, Progress
-from tangent_lens.recording.moments import SecondMoments
+from tangent_lens.recording.moments import ProjectedSums, SecondMoments
 from tangent_lens.recording.passes import ActivationRecord, GradientRecord
 from tangent_lens.recording.receivers import WeightGradient
 from tangent_lens.sites import Site
@@ -84,7 +84,9 @@ def measure_gradients(
     try:
         for site, moments in record.moments.items():
             proxy = _with_controls(site, proxies[site], settings)
-            place = (site.name, site.kind, site.layer, site.name, site.name, False)
+            # A site and a map can both be called query.3; the map keeps the plain name.
+            name = f"{site.name} (residual)" if site.kind in ATTENTION_MAPS else site.name
+            place = (name, site.kind, site.layer, site.name, site.name, False)
             measurements.append(_measurement("residual", *place, moments.gradients, proxy, settings))
             progress.advance()
         for site, weights in _by_input(record.weights):
@@ -112,7 +114,7 @@ def _weight_measurements(
     site: Site,
     fit_site: Site,
     weights: Sequence[WeightGradient],
-    inputs: SecondMoments,
+    inputs: SecondMoments | ProjectedSums,
     proxy: _Proxy,
     settings: Settings,
 ) -> list[Measurement]:

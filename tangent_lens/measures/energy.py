@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tangent_lens.measures.matrices import CANCELLATION, checked_symmetric, without
-from tangent_lens.recording.moments import Moments, SecondMoments
+from tangent_lens.recording.moments import Moments, ProjectedSums, SecondMoments
 from tangent_lens.showing import Shown
 from tangent_lens.storage import as_float64
 from tangent_lens.subspaces.controls import check_normal_controls_fit, normal_frames
@@ -80,15 +80,17 @@ class BackwardSignals:
     Attributes:
         mean_square: a = (1/N) sum |delta_i|^2.
         cross: b = (|sum delta_i|^2 - sum |delta_i|^2) / (N (N-1)).
-        inputs: moments of the input rows u_i.
+        inputs: sums of the input rows u_i.
     """
 
     mean_square: float
     cross: float
-    inputs: SecondMoments
+    inputs: SecondMoments | ProjectedSums
 
     @classmethod
-    def of(cls, signal_sum: Tensor, signal_square_sum: Tensor, inputs: SecondMoments) -> BackwardSignals:
+    def of(
+        cls, signal_sum: Tensor, signal_square_sum: Tensor, inputs: SecondMoments | ProjectedSums
+    ) -> BackwardSignals:
         """From sums of delta and of its squares, entry by entry; several maps of one input are concatenated.
 
         Raises:
@@ -152,11 +154,9 @@ def shuffled_energy(signals: BackwardSignals | Sequence[BackwardSignals], basis:
     """
     above = below = 0.0
     for one in [signals] if isinstance(signals, BackwardSignals) else signals:
-        moment, total = as_float64(one.inputs.second_moment()), as_float64(one.inputs.sum())
-        spread = one.mean_square - one.cross
-        inside = float((basis * (moment @ basis)).sum())
-        above += spread * inside + one.cross * float((basis.T @ total).square().sum())
-        below += spread * float(moment.diagonal().sum()) + one.cross * float(total.square().sum())
+        total, spread = as_float64(one.inputs.sum()), one.mean_square - one.cross
+        above += spread * one.inputs.square_along(basis) + one.cross * float((basis.T @ total).square().sum())
+        below += spread * one.inputs.square_total() + one.cross * float(total.square().sum())
     if not below > 0:
         raise ValueError("the backward signals are all zero, so there is nothing to shuffle")
     return above / below

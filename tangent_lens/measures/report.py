@@ -30,7 +30,7 @@ class Settings:
     center: bool = True
     shrinkage: float = 0.0
     fit_fraction: float = 0.5
-    sequence_length: int = 128
+    sequence_length: int | None = None
     pack: bool = False
     skip_first: bool = False
     skip_special: bool = False

@@ -34,6 +34,7 @@ class Family:
         mlp_in, mlp_gate: the MLP's first maps; ``mlp_gate`` is "" where there is none.
         resid_mid: the module whose input is the residual stream between attention and MLP.
         parallel: config attribute that, when true, runs attention and MLP side by side (no resid_mid).
+        learned_positions: whether a sequence longer than the position table cannot run.
         fused_columns: for fused maps, which output columns are queries, keys, values.
     """
 
@@ -45,6 +46,7 @@ class Family:
     mlp_gate: str
     resid_mid: str
     parallel: str = ""
+    learned_positions: bool = False
     fused_columns: Callable[[Any], dict[str, Tensor]] | None = None
 
 
@@ -89,6 +91,7 @@ _GPT2 = Family(
     mlp_in="mlp.c_fc",
     mlp_gate="",
     resid_mid="ln_2",
+    learned_positions=True,
     fused_columns=_one_after_another,
 )
 FAMILIES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "gpt_neox": _GPT_NEOX, "gpt2": _GPT2}
@@ -124,6 +127,7 @@ class HuggingFaceModel:
         columns = self._family.fused_columns
         self._columns: dict[str, Tensor] = columns(config) if columns else {}
         self.absent = self._absent()
+        self.longest_sequence: int | None = longest_sequence(config)
         kinds = [kind for kind in LAYER_KINDS if kind not in self.absent]
         layers = range(len(self._blocks))
         self.sites = (Site("embedding"), *(Site(kind, layer) for layer in layers for kind in kinds))
@@ -191,7 +195,7 @@ class HuggingFaceModel:
             if path:
                 reads = Site("attention_input" if kind in ATTENTION_MAPS else "mlp_input", layer)
                 output = self._point(layer, path, "output", self._columns.get(kind))
-                maps.append(LinearMap(kind, layer, reads, self._point(layer, path, "input"), output))
+                maps.append(LinearMap(kind, layer, reads, (self._point(layer, path, "input"),), output))
         return maps
 
     def _absent(self) -> dict[str, str]:
@@ -199,6 +203,11 @@ class HuggingFaceModel:
         if family.parallel and getattr(self._model.config, family.parallel):
             return {"resid_mid": "its attention and MLP read the same residual stream side by side"}
         return {}
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Where the learned positions of a known architecture end; None for rotary ones."""
+    return config.max_position_embeddings if FAMILIES[config.model_type].learned_positions else None
 
 
 def describe(model: nn.Module, *, name: str, revision: str, library: str, weights: str) -> ModelDescription:

@@ -19,7 +19,9 @@ def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, revision
     Raises:
         UnsupportedModel: an object of another kind, or an architecture that is not known.
     """
-    if all(hasattr(model, attribute) for attribute in ("module", "sites", "maps", "tap_point")):
+    if _is_wrapped(model):
+        if tokenizer is not None or name is not None or revision is not None:
+            raise ValueError("this model is wrapped already; give tokenizer, name and revision where it was wrapped")
         return model
     if _is_a(model, "transformer_lens.model_bridge", "TransformerBridge"):
         from tangent_lens.models.transformer_lens import BridgeModel
@@ -59,7 +61,7 @@ def load(
         OSError: the hub has no such model, or cannot be reached.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
@@ -67,9 +69,9 @@ def load(
         raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     wide = getattr(torch, dtype)
     source, shown = _source(name, progress)
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=wide)
     model.to(device).eval()
+    tokenizer = _saved_tokenizer(source, revision)
     if backend == "huggingface":
         return wrap(model, tokenizer, name=shown, revision=revision)
     from transformer_lens.model_bridge import TransformerBridge
@@ -92,15 +94,22 @@ def _source(name: str, progress: Progress | None) -> tuple[str, str]:
 
 
 def _own_tokenizer(model: Any) -> Any:
-    """The tokenizer saved beside the weights, if there is one; texts need it, token ids do not."""
+    return _saved_tokenizer(model.name_or_path) if model.name_or_path else None
+
+
+def _saved_tokenizer(source: str, revision: str | None = None) -> Any:
+    """The tokenizer saved beside the weights, or None: texts need it, token ids do not."""
     from transformers import AutoTokenizer
 
-    if not model.name_or_path:
-        return None
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path)
-    except (OSError, ValueError):
+        return AutoTokenizer.from_pretrained(source, revision=revision)
+    except (OSError, ValueError, KeyError):
         return None
+
+
+def _is_wrapped(model: Any) -> bool:
+    parts = ("module", "sites", "maps", "tap_point")
+    return not isinstance(model, type) and all(hasattr(model, part) for part in parts)
 
 
 def _is_a(model: Any, library: str, class_name: str) -> bool:

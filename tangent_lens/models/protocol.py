@@ -64,14 +64,14 @@ class LinearMap:
 
     Attributes:
         reads: the site whose rows are its input.
-        input: where its input rows pass.
+        inputs: where its input rows pass; of several places, the last that fires in a pass counts.
         output: where its output rows pass; ``columns`` picks its own part of a fused map.
     """
 
     kind: str
     layer: int
     reads: Site
-    input: TapPoint
+    inputs: tuple[TapPoint, ...]
     output: TapPoint
 
     @property
@@ -110,15 +110,20 @@ class Model(Protocol):
         module: the torch module that holds all parameters.
         sites: every site the model has, in the order of the forward pass.
         absent: for each kind of site the model lacks, why.
-        maps: every linear map that reads a site.
         tokenizer: a HuggingFace tokenizer, or None.
+        longest_sequence: where learned positions end; None where any length runs.
     """
 
     module: nn.Module
     sites: tuple[Site, ...]
     absent: dict[str, str]
-    maps: tuple[LinearMap, ...]
     tokenizer: Any
+    longest_sequence: int | None
+
+    @property
+    def maps(self) -> tuple[LinearMap, ...]:
+        """Every linear map that reads a site."""
+        ...
 
     @property
     def description(self) -> ModelDescription:

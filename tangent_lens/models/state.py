@@ -31,11 +31,19 @@ def frozen_parameters(model: Model) -> Iterator[None]:
 
     Inside, no parameter asks for a gradient; the token embedding does instead, so that a backward pass reaches every
     site. ``requires_grad`` comes back as it was and no ``grad`` is touched.
+
+    Raises:
+        RuntimeError: under ``torch.inference_mode()``.
     """
     asked = [(parameter, parameter.requires_grad) for parameter in model.module.parameters()]
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "torch.inference_mode() is on, under which nothing has a gradient; leave it, or use torch.no_grad()"
+        )
     start = model.embedding_point()
+    # First of all hooks, so that a tap at the embedding sees the tensor that asks for the gradient.
     hook = start.module.register_forward_hook(
-        lambda module, args, output: read_tensor(output).detach().requires_grad_(True)
+        lambda module, args, output: read_tensor(output).detach().requires_grad_(True), prepend=True
     )
     try:
         for parameter, _ in asked:

@@ -7,7 +7,7 @@ from typing import Any
 import transformer_lens
 from torch import Tensor, nn
 
-from tangent_lens.models.huggingface import describe
+from tangent_lens.models.huggingface import describe, longest_sequence
 from tangent_lens.models.protocol import (
     ATTENTION_MAPS,
     MLP_MAPS,
@@ -67,12 +67,18 @@ class BridgeModel:
         self._name = name or getattr(bridge.cfg, "model_name", None) or architecture
         self._revision = revision or getattr(bridge.original_model.config, "_commit_hash", None) or "unknown"
         parallel = getattr(bridge.original_model.config, "use_parallel_residual", False)
+        self.longest_sequence: int | None = longest_sequence(bridge.original_model.config)
         reason = "its attention and MLP read the same residual stream side by side"
         self.absent = {"resid_mid": reason} if parallel else {}
         kinds = [kind for kind in LAYER_KINDS if kind not in self.absent]
         layers = range(len(bridge.blocks))
         self.sites = (Site("embedding"), *(Site(kind, layer) for layer in layers for kind in kinds))
-        self.maps = tuple(linear_map for layer in layers for linear_map in self._maps_of(layer))
+        self._maps = tuple(one for layer in layers for one in self._maps_of(layer))
+
+    @property
+    def maps(self) -> tuple[LinearMap, ...]:
+        """Every linear map that reads a site."""
+        return self._maps
 
     @property
     def description(self) -> ModelDescription:
@@ -88,9 +94,11 @@ class BridgeModel:
     def _weights(self) -> str:
         """Processed weights put activations and gradients in another basis; a report must say so."""
         mode = " (compatibility mode)" if self.bridge.compatibility_mode else ""
+        return f"{'processed' if self._processed() else 'as stored'}{mode}"
+
+    def _processed(self) -> bool:
         # A version without this flag cannot be asked; there compatibility mode is the only way to process weights.
-        processed = getattr(self.bridge, "_weights_processed", self.bridge.compatibility_mode)
-        return f"{'processed' if processed else 'as stored'}{mode}"
+        return getattr(self.bridge, "_weights_processed", self.bridge.compatibility_mode)
 
     def tap_point(self, site: Site) -> TapPoint:
         """Where the tensor of a site passes."""
@@ -125,10 +133,10 @@ class BridgeModel:
             path = _MAP_MODULES[kind]
             if _has(self.bridge.blocks[layer], path):
                 reads = Site("attention_input" if kind in ATTENTION_MAPS else "mlp_input", layer)
-                # With processed weights the bridge multiplies by itself, and a map's own hook_in never fires.
-                maps.append(
-                    LinearMap(kind, layer, reads, self.tap_point(reads), self._point(layer, f"{path}.hook_out"))
-                )
+                # A map's own hook_in knows what a person's hook put there, but it is silent where the bridge multiplies
+                # by itself: with processed weights, and with split query, key and value inputs.
+                inputs = (self.tap_point(reads), self._point(layer, f"{path}.hook_in"))
+                maps.append(LinearMap(kind, layer, reads, inputs, self._point(layer, f"{path}.hook_out")))
         return maps
 
 

@@ -126,6 +126,7 @@ class Taps(Mapping["str | int | Site", Tap]):
         self._taps = {site: Tap(site, self._selection, gradients=gradients, keep=keep) for site in sites}
         self._points = {site: model.tap_point(site) for site in sites}
         self._handles: list[RemovableHandle] = []
+        self._fired_before: dict[Site, int] = {}
 
     def use_mask(self, mask: Bool[Tensor, "batch pos"] | None) -> None:
         """Which positions of the coming forward passes enter ``moments()``: an attention mask, or None for all."""
@@ -134,6 +135,7 @@ class Taps(Mapping["str | int | Site", Tap]):
     def __enter__(self) -> Taps:
         if self._handles:
             raise RuntimeError("these taps are attached already; make new ones with lens.attach(...)")
+        self._fired_before = {site: tap.fired for site, tap in self._taps.items()}
         try:
             for site, tap in self._taps.items():
                 self._handles.append(attach_tap(self._points[site], tap.receiver))
@@ -146,7 +148,7 @@ class Taps(Mapping["str | int | Site", Tap]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
-        silent = [site.name for site, tap in self._taps.items() if not tap.fired]
+        silent = [site.name for site, tap in self._taps.items() if tap.fired == self._fired_before[site]]
         if kind is None and silent:
             raise SiteNeverFired(
                 f"no tensor passed {', '.join(silent)}; run the model inside the with block, on the object that the lens holds"
@@ -197,7 +199,9 @@ class HostHook:
         self._options: dict[str, Any] = {"gradients": gradients, "keep": keep}
         self._selection = Selection()
         self.tap = Tap(site, self._selection, **self._options)
-        self.function: Callable[..., None] = host_function(point, lambda activation: self.tap.receiver(activation))
+        self.function: Callable[..., Tensor | None] = host_function(
+            point, lambda activation: self.tap.receiver(activation)
+        )
 
     def use_mask(self, mask: Bool[Tensor, "batch pos"] | None) -> None:
         """Which positions of the coming forward passes enter ``tap.moments()``."""

@@ -24,12 +24,14 @@ class Corpus:
         name: what a report calls it.
         special_ids: ids that ``skip_special`` leaves out of the statistics.
         left_out: what did not become a sequence, in sentences.
+        begins_with: the special tokens that every window begins with, as text; "" for none.
     """
 
     sequences: tuple[np.ndarray, ...]
     name: str = "tokens"
     special_ids: frozenset[int] = frozenset()
     left_out: tuple[str, ...] = field(default=())
+    begins_with: str = ""
 
     @property
     def tokens(self) -> int:
@@ -72,7 +74,8 @@ class Corpus:
             raise ValueError(f"max_sequences {max_sequences} asks for nothing; use 1 or more, or None for all")
         streams = _token_streams(texts, tokenizer, pack)
         windows = (np.array(before + piece + after, dtype=np.int32) for piece in _windows(streams, room))
-        return cls._of(itertools.islice(windows, max_sequences), name, frozenset(tokenizer.all_special_ids))
+        corpus = cls._of(itertools.islice(windows, max_sequences), name, frozenset(tokenizer.all_special_ids))
+        return replace(corpus, begins_with=tokenizer.decode(before) if before else "")
 
     @classmethod
     def from_tokens(
@@ -107,6 +110,26 @@ class Corpus:
             raise ValueError(f"the corpus {name!r} holds {what}; give text with at least 2 tokens in a sequence")
         left_out = (f"{short} sequences of fewer than 2 tokens left out: they have no next token",) if short else ()
         return cls(sequences, name, special_ids, left_out)
+
+    def limited(self, sequence_length: int | None = None, max_sequences: int | None = None) -> Corpus:
+        """The same sequences, cut into windows of at most ``sequence_length`` tokens, and no more than ``max_sequences``.
+
+        Raises:
+            ValueError: limits that leave nothing.
+        """
+        if max_sequences is not None and max_sequences < 1:
+            raise ValueError(f"max_sequences {max_sequences} asks for nothing; use 1 or more, or None for all")
+        if sequence_length is None:
+            return replace(self, sequences=self.sequences[:max_sequences])
+        if sequence_length < 2:
+            raise ValueError(f"sequence_length {sequence_length} leaves no room for 2 tokens; use at least 2")
+        windows = (
+            sequence[start : start + sequence_length]
+            for sequence in self.sequences
+            for start in range(0, len(sequence), sequence_length)
+        )
+        cut = Corpus._of(itertools.islice(windows, max_sequences), self.name, self.special_ids)
+        return replace(cut, left_out=(*self.left_out, *cut.left_out), begins_with=self.begins_with)
 
     def split(self, fit_fraction: float = 0.5, seed: int = 0) -> tuple[Corpus, Corpus]:
         """Disjoint fit and test sequences, chosen by the seed alone.

@@ -61,16 +61,7 @@ class SecondMoments:
 
     def checked(self, rows: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         """The rows in the precision in which they are summed, or an error as :meth:`update` raises it."""
-        if _checked_width(rows, self.name) != self.width:
-            raise ValueError(f"{self.name}: rows of width {rows.shape[1]} cannot join rows of width {self.width}")
-        wide = rows.dtype if rows.dtype == torch.float64 else torch.float32
-        rows = rows.detach().to(device=self.mean.device, dtype=wide)
-        # One pass without a copy: the norm is not finite if any entry is not, or if squares overflow.
-        norm = float(torch.linalg.vector_norm(rows)) if rows.numel() else 0.0
-        if not norm < float("inf"):
-            raise _not_finite(rows, self.name)
-        # Squares of float32 numbers this small would vanish.
-        return rows.double() if norm < _SMALLEST_NORM else rows
+        return _checked_rows(rows, self.width, self.name, self.mean.device)
 
     def add_checked(self, rows: Float[Tensor, "n d"]) -> None:
         """Add rows that :meth:`checked` returned."""
@@ -82,8 +73,8 @@ class SecondMoments:
         count = len(rows)
         centre = rows.mean(dim=0)
         centred = rows - centre
-        # The mean was rounded to the rows' precision: what it left over is carried exactly in float64.
-        left_over = centred.sum(dim=0, dtype=torch.float64) / count
+        # The mean was rounded to the rows' precision; what it left over is small, and is carried on in float64.
+        left_over = centred.sum(dim=0).double() / count
         self._join(count, centre.double() + left_over, centred.T @ centred, left_over)
 
     def _join(self, count: int, mean: Tensor, product: Tensor, left_over: Tensor | None = None) -> None:
@@ -128,6 +119,15 @@ class SecondMoments:
         self._need(2)
         return float(self.scatter.diagonal().sum() / (self.count - 1))
 
+    def square_total(self) -> float:
+        """Sum of |x|^2 about the origin."""
+        return float(self.scatter.diagonal().sum() + self.count * self.mean.square().sum())
+
+    def square_along(self, basis: Float[Tensor, "d k"]) -> float:
+        """Sum of |Q^T x|^2 about the origin, for orthonormal columns Q."""
+        basis = basis.to(self.mean.device)
+        return float((basis * (self.scatter @ basis)).sum() + self.count * (basis.T @ self.mean).square().sum())
+
     def _need(self, rows: int) -> None:
         if self.count < rows:
             raise ValueError(f"{self.name}: {self.count} rows seen, at least {rows} needed; run the model on more text")
@@ -151,6 +151,58 @@ class SecondMoments:
 
     def __repr__(self) -> str:
         return f"SecondMoments({self.name}: {self.count} rows of width {self.width})"
+
+
+class ProjectedSums:
+    """What the shuffled control needs of a map's input rows, for one subspace known beforehand: O(d k), not O(d^2).
+
+    Attributes:
+        count: number of rows seen.
+        basis: the orthonormal columns Q (d, k) they are projected on.
+    """
+
+    def __init__(self, basis: Float[Tensor, "d k"], *, name: str = "rows") -> None:
+        self.basis = basis
+        self.name = name
+        self.width = len(basis)
+        self.count = 0
+        self._sum = torch.zeros(self.width, dtype=torch.float64)
+        self._total = 0.0
+        self._along = 0.0
+
+    def update(self, rows: Float[Tensor, "n d"]) -> None:
+        """Add rows.
+
+        Raises:
+            ValueError, NonFiniteRows: as :meth:`SecondMoments.update`.
+        """
+        rows = _checked_rows(rows, self.width, self.name, _device_with_float64(rows))
+        basis = self.basis.to(device=rows.device, dtype=rows.dtype)
+        for chunk in rows.split(ROWS_A_PRODUCT):
+            self._sum += chunk.sum(dim=0).double().cpu()
+            self._total += float(torch.linalg.vector_norm(chunk)) ** 2
+            self._along += float(torch.linalg.vector_norm(chunk @ basis)) ** 2
+            self.count += len(chunk)
+
+    def sum(self) -> Float[Tensor, " d"]:
+        """Sum of the rows."""
+        return self._sum
+
+    def square_total(self) -> float:
+        """Sum of |x|^2."""
+        return self._total
+
+    def square_along(self, basis: Float[Tensor, "d k"]) -> float:
+        """Sum of |Q^T x|^2.
+
+        Raises:
+            ValueError: another basis than the one the rows were projected on.
+        """
+        if basis is not self.basis and not torch.equal(basis, self.basis):
+            raise ValueError(
+                f"{self.name}: these rows were projected on another subspace; record them again with this one"
+            )
+        return self._along
 
 
 class Moments:
@@ -299,6 +351,19 @@ def _checked_width(rows: Tensor, name: str) -> int:
     return rows.shape[1]
 
 
+def _checked_rows(rows: Tensor, width: int, name: str, device: torch.device) -> Tensor:
+    if _checked_width(rows, name) != width:
+        raise ValueError(f"{name}: rows of width {rows.shape[1]} cannot join rows of width {width}")
+    wide = rows.dtype if rows.dtype == torch.float64 else torch.float32
+    rows = rows.detach().to(device=device, dtype=wide)
+    # One pass without a copy: the norm is not finite if any entry is not, or if squares overflow.
+    norm = float(torch.linalg.vector_norm(rows)) if rows.numel() else 0.0
+    if not norm < float("inf"):
+        raise _not_finite(rows, name)
+    # Squares of float32 numbers this small would vanish.
+    return rows.double() if norm < _SMALLEST_NORM else rows
+
+
 def _device_with_float64(rows: Tensor) -> torch.device:
     return torch.device("cpu") if rows.device.type == "mps" else rows.device
 
@@ -313,5 +378,5 @@ def _not_finite(rows: Tensor, name: str) -> NonFiniteRows:
     row, column = (int(index) for index in bad.nonzero()[0])
     return NonFiniteRows(
         f"{name}: {int(bad.sum())} of {rows.numel()} values are NaN or infinite (first at row {row}, dimension {column}); "
-        "find out where the model overflows (a wider dtype often helps) before measuring"
+        "find out where the model overflows before measuring (float32 is the safest dtype)"
     )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tangent_lens.models.protocol import Batch, LinearMap, Model, TapPoint
 from tangent_lens.models.state import evaluation_mode, frozen_parameters
 from tangent_lens.progress import NoProgress, Progress
 from tangent_lens.recording.losses import causal_loss_sum
-from tangent_lens.recording.moments import Moments, SecondMoments
+from tangent_lens.recording.moments import Moments, ProjectedSums, SecondMoments
 from tangent_lens.recording.receivers import (
+    InputReceiver,
     MomentsReceiver,
     PositionVariance,
     RowChoice,
@@ -39,17 +41,23 @@ class GradientRecord:
 
     Attributes:
         moments: moments of the gradient rows (and of the activations, if asked), by site.
-        inputs: moments of the input rows of the maps, by site.
+        inputs: sums of the input rows of the maps, by site.
         weights: one weight gradient a map.
         loss: mean next-token loss in nats.
         targets: number of tokens predicted.
     """
 
     moments: dict[Site, Moments]
-    inputs: dict[Site, SecondMoments]
+    inputs: dict[Site, SecondMoments | ProjectedSums]
     weights: tuple[WeightGradient, ...]
     loss: float
     targets: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows each gradient was gathered from."""
+        counts = [moments.gradients.count for moments in self.moments.values()]
+        return [*counts, *(weight.rows for weight in self.weights)][0]
 
 
 def record_activations(
@@ -68,6 +76,7 @@ def record_activations(
     """
     selection = Selection()
     receivers = [MomentsReceiver(site, selection, watch_positions=True) for site in sites]
+    passes = 0
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model.module))
         stack.enter_context(torch.no_grad())
@@ -75,7 +84,8 @@ def record_activations(
             stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
         for batch in _passing(batches, selection, model, "activations", tokens, progress):
             model.run_without_logits(batch)
-            _check_fired(receivers)
+            passes += 1
+            _check_fired(receivers, passes)
     _check_any_kept(receivers)
     return {
         receiver.site: ActivationRecord(receiver.result().activations, receiver.positions or PositionVariance(1))
@@ -91,6 +101,7 @@ def record_gradients(
     *,
     activations: bool = False,
     cross: bool = False,
+    input_bases: Mapping[Site, Tensor] | None = None,
     progress: Progress | None = None,
     tokens: int = 0,
 ) -> GradientRecord:
@@ -101,6 +112,8 @@ def record_gradients(
     Args:
         activations: gather the sites' activations too.
         cross: and the cross moment of both.
+        input_bases: for input sites of maps, the subspace (d, k) of the shuffled control, where it is known already;
+            then their rows leave O(d) sums. Without it they leave full second moments.
 
     Raises:
         GradientNeverCame: the loss does not reach a site.
@@ -111,9 +124,10 @@ def record_gradients(
     selection = Selection()
     wanted = {"activations": activations or cross, "gradients": True, "cross": cross}
     at_sites = [MomentsReceiver(site, selection, **wanted) for site in sites]
-    at_inputs = [MomentsReceiver(site, selection) for site in dict.fromkeys(one.reads for one in maps)]
+    bases = input_bases or {}
+    at_inputs = [InputReceiver(site, selection, bases.get(site)) for site in dict.fromkeys(one.reads for one in maps)]
     at_maps = [WeightReceiver(group, selection) for group in _by_module(maps)]
-    loss_sum, targets = 0.0, 0
+    loss_sum, targets, passes = 0.0, 0, 0
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model.module))
         stack.enter_context(torch.enable_grad())
@@ -121,19 +135,20 @@ def record_gradients(
         for receiver in (*at_sites, *at_inputs):
             stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
         for receiver in at_maps:
-            stack.enter_context(_attached(receiver.maps[0].input, receiver.take_input))
+            for place in receiver.maps[0].inputs:
+                stack.enter_context(_attached(place, receiver.take_input))
             stack.enter_context(_attached(replace(receiver.maps[0].output, columns=None), receiver.take_output))
         for batch in _passing(batches, selection, model, "gradients", tokens, progress):
             loss, count = causal_loss_sum(model.logits(batch), batch.tokens, batch.attention_mask)
             loss.backward()
-            loss_sum, targets = loss_sum + float(loss.detach()), targets + count
+            loss_sum, targets, passes = loss_sum + float(loss.detach()), targets + count, passes + 1
             del loss
-            _check_fired([*at_sites, *at_inputs, *at_maps])
+            _check_fired([*at_sites, *at_inputs, *at_maps], passes)
             _check_answered([*at_sites, *at_maps])
     _check_any_kept([*at_sites, *at_inputs])
     return GradientRecord(
         moments={receiver.site: receiver.result() for receiver in at_sites},
-        inputs={receiver.site: receiver.result().activations for receiver in at_inputs},
+        inputs={receiver.site: receiver.result() for receiver in at_inputs},
         weights=tuple(result for receiver in at_maps for result in receiver.results()),
         loss=loss_sum / targets,
         targets=targets,
@@ -176,6 +191,11 @@ def _passing(
                 raise ValueError(
                     f"token id {highest} is outside this model's vocabulary of {vocabulary}; use its own tokenizer"
                 )
+            if model.longest_sequence is not None and batch.tokens.shape[1] > model.longest_sequence:
+                raise ValueError(
+                    f"a sequence of {batch.tokens.shape[1]} tokens is longer than the {model.longest_sequence} positions "
+                    "this model has; use a smaller sequence_length"
+                )
             batch = batch.to(device)
             selection.current = RowChoice.of(batch)
             yield batch
@@ -187,15 +207,14 @@ def _passing(
         raise ValueError(f"no batch to record {description} from; the corpus is empty")
 
 
-def _check_fired(receivers: Sequence[MomentsReceiver | WeightReceiver]) -> None:
-    expected = min((receiver.fired for receiver in receivers if receiver.fired), default=0)
+def _check_fired(receivers: Sequence[MomentsReceiver | InputReceiver | WeightReceiver], passes: int) -> None:
     for receiver in receivers:
         if receiver.fired == 0:
             raise SiteNeverFired(f"{receiver.name}: the model ran, but no tensor passed here; it skips that module")
-        if receiver.fired != expected:
+        if receiver.fired != passes:
             raise SiteNeverFired(
-                f"{receiver.name}: {receiver.fired} tensors passed where other sites saw {expected}; "
-                "gradient checkpointing or shared layers run a module more than once, and are not supported"
+                f"{receiver.name}: {receiver.fired} tensors passed in {passes} forward passes; gradient checkpointing or "
+                "shared layers run a module more than once, and are not supported"
             )
 
 
@@ -208,10 +227,11 @@ def _check_answered(receivers: Sequence[MomentsReceiver | WeightReceiver]) -> No
             )
 
 
-def _check_any_kept(receivers: Sequence[MomentsReceiver]) -> None:
+def _check_any_kept(receivers: Sequence[MomentsReceiver | InputReceiver]) -> None:
     for receiver in receivers:
-        moments = receiver.result()
-        if moments.activations.count + moments.gradients.count == 0:
+        found = receiver.result()
+        count = found.activations.count + found.gradients.count if isinstance(found, Moments) else found.count
+        if count == 0:
             raise ValueError(
                 "no position is left for the statistics: skip_first and skip_special leave out every token of this corpus"
             )

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tangent_lens.models.protocol import Batch, LinearMap
-from tangent_lens.recording.moments import ROWS_A_PRODUCT, Moments, NonFiniteRows, SecondMoments
-from tangent_lens.recording.taps import GradientReceiver, SiteNeverFired
+from tangent_lens.recording.moments import ROWS_A_PRODUCT, Moments, NonFiniteRows, ProjectedSums, SecondMoments
+from tangent_lens.recording.taps import GradientNeverCame, GradientReceiver, SiteNeverFired
 from tangent_lens.sites import Site
 
 # Massive activations sit at the first positions (attention sinks); these are watched one by one.
@@ -122,7 +122,7 @@ class MomentsReceiver:
         choice = self.selection.current
         moments = self._moments_for(activation)
         if self.cross:
-            return partial(self._take_pair, moments, choice, activation)
+            return partial(self._take_pair, moments, choice, activation, activation._version)
         if self.wants_activations:
             rows = choice.rows(activation)
             moments.activations.update(rows)
@@ -132,11 +132,22 @@ class MomentsReceiver:
         return partial(self._take_gradient, moments, choice) if self.wants_gradients else None
 
     def _take_gradient(self, moments: Moments, choice: RowChoice, gradient: Tensor) -> None:
-        self.answered += 1
+        self._count_answer()
         moments.gradients.update(choice.rows(gradient))
 
-    def _take_pair(self, moments: Moments, choice: RowChoice, activation: Tensor, gradient: Tensor) -> None:
+    def _count_answer(self) -> None:
+        if self.answered == self.fired:
+            raise GradientNeverCame(
+                f"{self.name}: a second backward pass went through one forward pass, and sums cannot be corrected "
+                "afterwards; run the forward pass again, or keep='rows'"
+            )
         self.answered += 1
+
+    def _take_pair(
+        self, moments: Moments, choice: RowChoice, activation: Tensor, version: int, gradient: Tensor
+    ) -> None:
+        self._count_answer()
+        _check_unchanged(activation, version, self.name)
         moments.update(choice.rows(activation), choice.rows(gradient))
 
     def _moments_for(self, activation: Tensor) -> Moments:
@@ -154,6 +165,45 @@ class MomentsReceiver:
         if self.moments is None:
             raise SiteNeverFired(f"{self.site}: no forward pass has come by; run the model while the tap is attached")
         return self.moments
+
+
+class InputReceiver:
+    """Sums of the input rows that linear maps read: full second moments, or only what one subspace needs."""
+
+    def __init__(self, site: Site, selection: Selection, basis: Tensor | None = None) -> None:
+        self.site = site
+        self.selection = selection
+        self.basis = basis
+        self.fired = 0
+        self.sums: SecondMoments | ProjectedSums | None = None
+
+    @property
+    def name(self) -> str:
+        """The site's name."""
+        return self.site.name
+
+    def __call__(self, activation: Float[Tensor, "batch pos width"]) -> None:
+        """Take one batch in."""
+        self.fired += 1
+        rows = self.selection.current.rows(activation)
+        if self.sums is None:
+            name = f"inputs at {self.name}"
+            device = "cpu" if rows.device.type == "mps" else rows.device
+            if self.basis is None:
+                self.sums = SecondMoments(rows.shape[1], name=name, device=device)
+            else:
+                self.sums = ProjectedSums(self.basis, name=name)
+        self.sums.update(rows)
+
+    def result(self) -> SecondMoments | ProjectedSums:
+        """What was gathered.
+
+        Raises:
+            SiteNeverFired: no tensor passed.
+        """
+        if self.sums is None:
+            raise SiteNeverFired(f"{self.site}: no forward pass has come by; run the model while the tap is attached")
+        return self.sums
 
 
 class RowsReceiver:
@@ -242,8 +292,7 @@ class WeightReceiver:
         return partial(self._take_signal, inputs, inputs._version, self.selection.current)
 
     def _take_signal(self, inputs: Tensor, version: int, choice: RowChoice, signal: Tensor) -> None:
-        if inputs._version != version:
-            raise RuntimeError(f"{self.name}: the model changed this map's input in place after using it")
+        _check_unchanged(inputs, version, self.name)
         self.answered += 1
         pairs = zip(choice.rows(inputs).split(ROWS_A_PRODUCT), choice.rows(signal).split(ROWS_A_PRODUCT), strict=True)
         for u, delta in pairs:
@@ -252,9 +301,10 @@ class WeightReceiver:
             )
 
     def _add(self, u: Tensor, delta: Tensor) -> None:
-        signal_sum = delta.sum(dim=0, dtype=torch.float64)
+        # Sums over one chunk are as precise as its product; summing in float64 here would cost a tenth of the pass.
+        signal_sum = delta.sum(dim=0)
         self._check_finite(signal_sum)
-        parts = (delta.T @ u, signal_sum, delta.square().sum(dim=0, dtype=torch.float64))
+        parts = (delta.T @ u, signal_sum, delta.square().sum(dim=0))
         if self._sums is None:
             device = "cpu" if u.device.type == "mps" else u.device
             self._sums = tuple(torch.zeros(part.shape, dtype=torch.float64, device=device) for part in parts)
@@ -266,7 +316,7 @@ class WeightReceiver:
         if not bool(torch.isfinite(sums).all()):
             raise NonFiniteRows(
                 f"{self.name}: its weight gradient holds NaN or infinity; find out where the model overflows "
-                "(a wider dtype often helps) before measuring"
+                "before measuring (float32 is the safest dtype)"
             )
 
     def results(self) -> list[WeightGradient]:
@@ -285,3 +335,12 @@ class WeightReceiver:
             sums = (gradient[own], self.rows, signal_sum[own], square_sum[own])
             results.append(WeightGradient(one.kind, one.layer, one.reads, *sums))
         return results
+
+
+def _check_unchanged(tensor: Tensor, version: int, name: str) -> None:
+    """Views share the version counter of the tensor that passed."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"{name}: the tensor that passed here was changed in place before its gradient came; "
+            "let the hook or the model make a new tensor instead"
+        )

@@ -49,7 +49,7 @@ def fit_pca(moments: Moments | SecondMoments, rank: int | float = 16, *, center:
             "fitted_on": stream.name,
             "rows": stream.count,
             "rank": k,
-            "asked_rank": float(rank) if float(rank) != int(rank) else int(rank),
+            "asked_rank": check_rank(rank),
             "variance_share": float(variances[:k].sum()) / total,
         },
         rivals=_rivals(variances, directions, k, floor),
@@ -65,17 +65,29 @@ def noise_floor(eigenvalues: Float[Tensor, " d"]) -> float:
     return max(1e-10 * float(eigenvalues.max()), -8 * float(eigenvalues.min()))
 
 
-def _as_integer(rank: int | float, variances: Tensor, stream: SecondMoments, most: int) -> int:
+def check_rank(rank: int | float) -> int | float:
+    """A rank that can mean something: a whole number from 1 on, or a variance share in (0, 1).
+
+    Raises:
+        ValueError: anything else.
+    """
     if isinstance(rank, bool) or not isinstance(rank, numbers.Real) or not math.isfinite(rank):
         raise ValueError(f"rank {rank!r} must be a whole number, or a variance share between 0 and 1")
-    if float(rank) != int(rank):
-        if not 0 < rank < 1:
-            raise ValueError(f"rank {rank} must be a whole number, or a variance share between 0 and 1")
+    if float(rank) == int(rank):
+        if rank < 1:
+            raise ValueError(f"rank {int(rank)} spans nothing; use 1 or more")
+        return int(rank)
+    if not 0 < rank < 1:
+        raise ValueError(f"rank {rank} must be a whole number, or a variance share between 0 and 1")
+    return float(rank)
+
+
+def _as_integer(rank: int | float, variances: Tensor, stream: SecondMoments, most: int) -> int:
+    rank = check_rank(rank)
+    if rank < 1:
         shares = variances.cumsum(0) / variances.sum()
         return min(int((shares < rank).sum()) + 1, len(variances))
     k = int(rank)
-    if k < 1:
-        raise ValueError(f"rank {k} spans nothing; use 1 or more")
     if k > stream.width:
         raise ValueError(f"rank {k} does not fit in {stream.width} dimensions; use rank <= {stream.width}")
     if k > most:

@@ -188,7 +188,7 @@ def test_names_of_places_are_the_models_own(name):
     lens = Lens(model)
     modules = dict(model.named_modules())
     points = [lens.model.tap_point(site) for site in lens.sites]
-    points += [point for one in lens.maps for point in (one.input, one.output)]
+    points += [point for one in lens.maps for point in (*one.inputs, one.output)]
     assert points
     for point in points:
         assert modules[point.name] is point.module

@@ -144,15 +144,10 @@ def test_unknown_backend_names_those_there_are(folder):
         load(folder, backend="jax")
 
 
-@pytest.mark.parametrize("dtype", ["f32", "Tensor", "nn"])
+@pytest.mark.parametrize("dtype", ["f32", "Tensor", "nn", "int8"])
 def test_unknown_dtype_names_those_there_are(folder, dtype):
-    with pytest.raises(ValueError, match=rf"dtype '{dtype}' is not known; use float32, bfloat16, float16 or float64"):
+    with pytest.raises(ValueError, match=rf"dtype '{dtype}' is not known; use .*float32, bfloat16, float16"):
         load(folder, dtype=dtype)
-
-
-def test_a_dtype_of_integers_is_refused(folder):
-    with pytest.raises(ValueError, match=r"int8"):
-        load(folder, dtype="int8")
 
 
 def test_a_folder_that_holds_no_model_is_named(tmp_path):

@@ -23,7 +23,7 @@ from tangent_lens.lens import Lens
 from tangent_lens.models.protocol import UnsupportedModel
 from tangent_lens.recording.moments import NonFiniteRows
 from tangent_lens.recording.passes import record_gradients
-from tangent_lens.recording.taps import SiteNeverFired
+from tangent_lens.recording.taps import GradientNeverCame, SiteNeverFired
 from tangent_lens.sites import Site
 
 RELATIVES = ("mistral", "qwen2")
@@ -125,7 +125,7 @@ def test_names_of_places_are_hook_points_of_the_bridge(family, tokenizer):
     lens = bridge_lens(family, tokenizer)
     bridge = lens.model.module
     points = [lens.model.tap_point(site) for site in lens.sites]
-    points += [point for one in lens.maps for point in (one.input, one.output)]
+    points += [point for one in lens.maps for point in (*one.inputs, one.output)]
     assert points
     for point in points:
         assert bridge.hook_dict[point.name] is point.module
@@ -225,7 +225,7 @@ class TestCompatibilityMode:
             (weight,) = (weight for weight in recorded.weights if weight.name == one.name)
             direction = torch.randn(weight.gradient.shape, dtype=torch.float64, generator=torch.manual_seed(1))
             inputs = []
-            handle = one.input.module.register_forward_hook(
+            handle = one.inputs[-1].module.register_forward_hook(
                 lambda module, args, output, inputs=inputs: inputs.append(output)
             )
             slope = self.slope(lens, one.output.module, lambda direction=direction, u=inputs: u[-1] @ direction.T)
@@ -275,11 +275,33 @@ def test_the_huggingface_model_inside_a_bridge_is_right_or_refused(family, token
         assert_close(found.gradients.second_moment(), g.T @ g, tolerance_of(family), site.name)
 
 
-def test_split_query_key_value_inputs_are_refused_with_a_sentence(tokenizer):
-    """In this mode of a bridge no single tensor is the attention's input."""
-    lens = bridge_lens("gpt2", tokenizer)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_query_key_value_inputs_are_right_or_refused(family, tokenizer):
+    """In this mode of a bridge, queries, keys and values each read a copy of their own: no single tensor is read."""
+    lens = bridge_lens(family, tokenizer)
     lens.model.module.set_use_split_qkv_input(True)
-    with pytest.raises(
-        RuntimeError, match=r"query\.0: its output passed without its input; this module is called oddly"
-    ):
-        lens.measure(SEQUENCES, rank=4, gradients=("weight",), progress=False)
+    expected = plain_pass(tiny_model(family), singles(SEQUENCES))
+    recorded = record_gradients(lens.model, lens.corpus(SEQUENCES).batches(), lens.resolve("resid_post.*"), lens.maps)
+    for weight in recorded.weights:
+        assert_close(weight.gradient, expected.weights[weight.name], tolerance_of(family), weight.name)
+    with pytest.raises(GradientNeverCame, match=r"attention_input\.1: 0 gradients came for 1 forward passes"):
+        lens.record(SEQUENCES, "attention_input.1", progress=False)
+
+
+@pytest.mark.parametrize("place", ["attn.hook_in", "attn.q.hook_in", "mlp.hook_in", "mlp.in.hook_in"])
+def test_weight_gradients_know_what_a_hook_of_the_person_put_before_a_map(place, tokenizer):
+    """dL/dW = sum of delta u^T with the u that the map read; a u from before the person's hook would be half of it."""
+    lens = bridge_lens("llama", tokenizer)
+    bridge = lens.model.module
+    bridge.add_hook(f"blocks.1.{place}", lambda tensor, hook: 2 * tensor)
+    try:
+        recorded = record_gradients(lens.model, lens.corpus(TOKENS).batches(), (), lens.maps)
+    except RuntimeError as refusal:
+        assert place in str(refusal) or "query.1" in str(refusal) or "mlp_in.1" in str(refusal)
+        return
+    bridge.zero_grad()
+    summed_loss(bridge(TOKENS, return_type="logits"), TOKENS).backward()
+    block = bridge.blocks[1]
+    for name, module in (("query.1", block.attn.q), ("mlp_in.1", getattr(block.mlp, "in"))):
+        (weight,) = (weight for weight in recorded.weights if weight.name == name)
+        assert_close(weight.gradient, module.original_component.weight.grad, 1e-5, name)

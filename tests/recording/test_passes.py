@@ -326,7 +326,7 @@ class TestRefusals:
     def test_nan_inputs_of_a_map_name_their_site(self):
         model = self.model()
         block_list(model.module)[1].self_attn.o_proj.weight.data.fill_(float("nan"))
-        with pytest.raises(NonFiniteRows, match=r"activations at mlp_input\.1: \d+ of \d+ values are NaN"):
+        with pytest.raises(NonFiniteRows, match=r"inputs at mlp_input\.1: \d+ of \d+ values are NaN"):
             record_gradients(model, batches(batch_size=4, padding_side="left"), (), model.maps)
 
     def test_nan_signals_name_the_map(self):
@@ -348,9 +348,8 @@ class TestRefusals:
     def test_negative_token_ids(self, record):
         """-100 marks ignored labels, and people do pass labels for ids."""
         model = self.model()
-        corpus = Corpus.from_tokens([[3, 4, 5], [3, -100, 4]])
         with pytest.raises(ValueError, match=r"-100"):
-            record(model, corpus.batches(), sites_of(model))
+            record(model, Corpus.from_tokens([[3, 4, 5], [3, -100, 4]]).batches(), sites_of(model))
 
     def test_sequences_longer_than_the_models_positions(self):
         """GPT-2's learned positions end at 64 here; torch alone says ``index out of range in self``."""

@@ -197,7 +197,7 @@ class TestRowsReceiver:
 def linear_map(kind="query", columns=None, module=None):
     module = module or nn.Linear(3, 6)
     output = TapPoint(module, "output", "map", columns)
-    return LinearMap(kind, 2, Site("attention_input", 2), TapPoint(module, "input", "map"), output)
+    return LinearMap(kind, 2, Site("attention_input", 2), (TapPoint(module, "input", "map"),), output)
 
 
 class TestWeightReceiver:
@@ -258,7 +258,9 @@ class TestWeightReceiver:
         receiver.take_input(u)
         answer = receiver.take_output(tensor_of(2, 4, 6))
         u.add_(1)
-        with pytest.raises(RuntimeError, match=r"query\.2: the model changed this map's input in place after using it"):
+        with pytest.raises(
+            RuntimeError, match=r"query\.2: the tensor that passed here was changed in place before its gradient came"
+        ):
             answer(tensor_of(2, 4, 6))
 
     def test_an_output_without_its_input_is_refused(self):

@@ -1,0 +1,100 @@
+"""What a measurement will do, settled and checked before the model runs for minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tangent_lens.measures.report import Settings
+from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Model, ModelDescription
+from tangent_lens.sites import Site
+from tangent_lens.subspaces.controls import check_normal_controls_fit
+from tangent_lens.subspaces.fits import check_rank
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where gradients are measured and where their proxies are fitted.
+
+    Attributes:
+        residual_sites: sites of the residual gradients.
+        maps: linear maps of the weight gradients.
+        fit_site_of: for the input site of each map, where its proxy is fitted.
+        warnings: what was asked for and is not there, in sentences.
+    """
+
+    residual_sites: tuple[Site, ...]
+    maps: tuple[LinearMap, ...]
+    fit_site_of: Mapping[Site, Site]
+    warnings: tuple[str, ...]
+
+    @property
+    def fit_sites(self) -> list[Site]:
+        """Every site at which a proxy is fitted, in the order of the forward pass."""
+        return sorted({*self.residual_sites, *self.fit_site_of.values()}, key=lambda site: site.order)
+
+
+def plan_measurement(model: Model, sites: Sequence[Site], map_kinds: Sequence[str], settings: Settings) -> Plan:
+    """Choose the maps beside the sites and the places of the proxies.
+
+    Raises:
+        ValueError: settings that mean nothing, or that this model does not allow.
+    """
+    _check_settings(settings)
+    maps = _maps_beside_sites(model, sites, map_kinds) if "weight" in settings.gradients else ()
+    places = ", ".join(site.name for site in sites)
+    if settings.gradients == ("weight",) and not maps:
+        raise ValueError(f"no linear map reads {places}, so it has no weight gradient")
+    warnings = ()
+    if "weight" in settings.gradients and not maps:
+        asked = ", ".join(map_kinds)
+        warnings = (f"no weight gradient was measured: none of the linear maps asked for ({asked}) reads {places}",)
+    fit_site_of = {one.reads: _fit_site(model, one.reads, settings.fit_site) for one in maps}
+    plan = Plan(tuple(sites) if "residual" in settings.gradients else (), maps, fit_site_of, warnings)
+    if check_rank(settings.rank) >= 1:
+        widths = (width_of(model.description, site) for site in plan.fit_sites)
+        check_normal_controls_fit(int(settings.rank), min(widths))
+    return plan
+
+
+def width_of(shape: ModelDescription, site: Site) -> int:
+    """Numbers a row of this site holds: d_model, or heads * d_head for queries, keys and values."""
+    heads = {"query": shape.n_heads, "key": shape.n_key_value_heads, "value": shape.n_key_value_heads}
+    return heads[site.kind] * shape.d_head if site.kind in heads else shape.d_model
+
+
+def _check_settings(settings: Settings) -> None:
+    unknown = set(settings.gradients) - {"residual", "weight"}
+    if unknown or not settings.gradients:
+        raise ValueError(f"gradients {settings.gradients} must name 'residual', 'weight' or both")
+    if settings.fit_site not in ("input", "residual"):
+        raise ValueError(f"fit_site {settings.fit_site!r} must be 'input' (after the norm) or 'residual' (before it)")
+    if settings.controls < 1:
+        raise ValueError(f"{settings.controls} controls give no comparison; use 1 or more")
+    if not 0 <= settings.shrinkage <= 1:
+        raise ValueError(f"shrinkage {settings.shrinkage} must lie between 0 (none) and 1")
+
+
+def _maps_beside_sites(model: Model, sites: Sequence[Site], kinds: Sequence[str]) -> tuple[LinearMap, ...]:
+    """The maps of the layers selected; of a site inside the attention or the MLP, only the maps beside it."""
+    known = (*ATTENTION_MAPS, *MLP_MAPS)
+    unknown = set(kinds) - set(known)
+    if unknown or not kinds:
+        raise ValueError(f"maps {sorted(unknown) or '()'} are not known; choose from {', '.join(known)}")
+    wanted = {(site.layer, kind) for site in sites for kind in _kinds_beside(site.kind) if kind in kinds}
+    return tuple(one for one in model.maps if (one.layer, one.kind) in wanted)
+
+
+def _kinds_beside(site_kind: str) -> tuple[str, ...]:
+    if site_kind == "embedding":
+        return ()
+    if site_kind in ("attention_input", "query", "key", "value"):
+        return ATTENTION_MAPS
+    return MLP_MAPS if site_kind == "mlp_input" else (*ATTENTION_MAPS, *MLP_MAPS)
+
+
+def _fit_site(model: Model, reads: Site, where: str) -> Site:
+    if where == "input":
+        return reads
+    between = reads.kind == "mlp_input" and "resid_mid" not in model.absent
+    return Site("resid_mid" if between else "resid_pre", reads.layer)
