@@ -91,15 +91,14 @@ class Tap:
             SiteNeverFired: no forward pass came by.
         """
         self._check_fired()
-        if self._rows is None:
-            return self.receiver.result() if isinstance(self.receiver, MomentsReceiver) else Moments(1)
-        moments: Moments | None = None
+        if self._moments is not None:
+            return self._moments.result()
+        assert self._rows is not None
+        moments = Moments(self._rows.activations[0].shape[-1], name=self.site.name)
         for (activations, gradients), choice in zip(self.batches, self._rows.choices, strict=True):
-            moments = moments or Moments(activations.shape[-1], name=self.site.name)
             moments.activations.update(choice.rows(activations))
             if gradients is not None:
                 moments.gradients.update(choice.rows(gradients))
-        assert moments is not None
         return moments
 
     def _check_fired(self) -> None:

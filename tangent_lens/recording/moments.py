@@ -46,7 +46,7 @@ class SecondMoments:
     @classmethod
     def of(cls, rows: Float[Tensor, "n d"], *, name: str = "rows") -> SecondMoments:
         """The moments of rows that are already at hand."""
-        moments = cls(_checked_width(rows, name), name=name, device=_device_with_float64(rows))
+        moments = cls(_checked_width(rows, name), name=name, device=device_with_float64(rows))
         moments.update(rows)
         return moments
 
@@ -176,7 +176,7 @@ class ProjectedSums:
         Raises:
             ValueError, NonFiniteRows: as :meth:`SecondMoments.update`.
         """
-        rows = _checked_rows(rows, self.width, self.name, _device_with_float64(rows))
+        rows = _checked_rows(rows, self.width, self.name, device_with_float64(rows))
         basis = self.basis.to(device=rows.device, dtype=rows.dtype)
         for chunk in rows.split(ROWS_A_PRODUCT):
             self._sum += chunk.sum(dim=0).double().cpu()
@@ -232,7 +232,7 @@ class Moments:
         cross: bool = False,
     ) -> Moments:
         """The moments of rows that are already at hand."""
-        device = _device_with_float64(activations)
+        device = device_with_float64(activations)
         moments = cls(_checked_width(activations, name), name=name, cross=cross, device=device)
         moments.update(activations, gradients)
         return moments
@@ -364,7 +364,8 @@ def _checked_rows(rows: Tensor, width: int, name: str, device: torch.device) -> 
     return rows.double() if norm < _SMALLEST_NORM else rows
 
 
-def _device_with_float64(rows: Tensor) -> torch.device:
+def device_with_float64(rows: Tensor) -> torch.device:
+    """Where the float64 sums of these rows can live: their own device, except Apple's, which has no float64."""
     return torch.device("cpu") if rows.device.type == "mps" else rows.device
 
 

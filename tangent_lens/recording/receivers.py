@@ -11,7 +11,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tangent_lens.models.protocol import Batch, LinearMap
-from tangent_lens.recording.moments import ROWS_A_PRODUCT, Moments, NonFiniteRows, ProjectedSums, SecondMoments
+from tangent_lens.recording.moments import (
+    ROWS_A_PRODUCT,
+    Moments,
+    NonFiniteRows,
+    ProjectedSums,
+    SecondMoments,
+    device_with_float64,
+)
 from tangent_lens.recording.taps import GradientNeverCame, GradientReceiver, SiteNeverFired
 from tangent_lens.sites import Site
 
@@ -152,7 +159,7 @@ class MomentsReceiver:
 
     def _moments_for(self, activation: Tensor) -> Moments:
         if self.moments is None:
-            device = "cpu" if activation.device.type == "mps" else activation.device
+            device = device_with_float64(activation)
             self.moments = Moments(activation.shape[-1], name=self.site.name, cross=self.cross, device=device)
         return self.moments
 
@@ -188,9 +195,8 @@ class InputReceiver:
         rows = self.selection.current.rows(activation)
         if self.sums is None:
             name = f"inputs at {self.name}"
-            device = "cpu" if rows.device.type == "mps" else rows.device
             if self.basis is None:
-                self.sums = SecondMoments(rows.shape[1], name=name, device=device)
+                self.sums = SecondMoments(rows.shape[1], name=name, device=device_with_float64(rows))
             else:
                 self.sums = ProjectedSums(self.basis, name=name)
         self.sums.update(rows)
@@ -306,7 +312,7 @@ class WeightReceiver:
         self._check_finite(signal_sum)
         parts = (delta.T @ u, signal_sum, delta.square().sum(dim=0))
         if self._sums is None:
-            device = "cpu" if u.device.type == "mps" else u.device
+            device = device_with_float64(u)
             self._sums = tuple(torch.zeros(part.shape, dtype=torch.float64, device=device) for part in parts)
         for total, part in zip(self._sums, parts, strict=True):
             total.add_(part.to(total.device))

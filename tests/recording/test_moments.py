@@ -12,7 +12,7 @@ from explicit import PROPERTY, array, cross, random_frame, random_rows, scatter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangent_lens.recording.moments import ROWS_A_PRODUCT, Moments, NonFiniteRows, SecondMoments
+from tangent_lens.recording.moments import ROWS_A_PRODUCT, Moments, NonFiniteRows, ProjectedSums, SecondMoments
 from tangent_lens.storage import FileProblem
 from tangent_lens.subspaces.subspace import Subspace
 
@@ -424,3 +424,48 @@ def test_a_subspace_is_no_recording(tmp_path):
     Subspace.spanned_by(random_frame(5, 2)).save(tmp_path / "file")
     with pytest.raises(FileProblem, match="file holds a 'subspace', not a 'moments'"):
         Moments.load(tmp_path / "file")
+
+
+class TestProjectedSums:
+    """What the shuffled control needs of a map's inputs, in O(d k): the same numbers as full second moments give."""
+
+    def case(self):
+        generator = torch.Generator().manual_seed(3)
+        rows = torch.randn(50, 12, generator=generator, dtype=torch.float64) + 0.5
+        basis = torch.linalg.qr(torch.randn(12, 3, generator=generator, dtype=torch.float64)).Q
+        return rows, basis
+
+    def test_they_agree_with_second_moments_and_with_numpy(self):
+        rows, basis = self.case()
+        projected, full = ProjectedSums(basis), SecondMoments.of(rows)
+        for part in rows.split(7):
+            projected.update(part)
+        for sums in (projected, full):
+            assert sums.count == 50
+            assert np.allclose(sums.sum().numpy(), rows.numpy().sum(axis=0))
+            assert np.isclose(sums.square_total(), (rows.numpy() ** 2).sum())
+            assert np.isclose(sums.square_along(basis), ((rows.numpy() @ basis.numpy()) ** 2).sum())
+
+    def test_another_subspace_is_refused(self):
+        rows, basis = self.case()
+        projected = ProjectedSums(basis, name="inputs at mlp_input.3")
+        projected.update(rows)
+        with pytest.raises(ValueError, match=r"mlp_input\.3: these rows were projected on another subspace"):
+            projected.square_along(torch.eye(12, dtype=torch.float64)[:, :3])
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_rows_that_hold_no_numbers_change_nothing(self, bad):
+        rows, basis = self.case()
+        projected = ProjectedSums(basis)
+        projected.update(rows)
+        before = (projected.count, projected.square_total(), projected.sum().clone())
+        rows[3, 4] = bad
+        with pytest.raises(NonFiniteRows, match="first at row 3, dimension 4"):
+            projected.update(rows)
+        assert (projected.count, projected.square_total()) == before[:2]
+        assert torch.equal(projected.sum(), before[2])
+
+    def test_rows_of_another_width_are_refused(self):
+        projected = ProjectedSums(self.case()[1])
+        with pytest.raises(ValueError, match="rows of width 5 cannot join rows of width 12"):
+            projected.update(torch.ones(2, 5))
