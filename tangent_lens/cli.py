@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tangent_lens import __version__
+from tangent_lens.reports.console import show as print_result
 from tangent_lens.reports.console import terminal_progress
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def sites(model: ModelName, backend: Backend = "huggingface", revision: Revision
     """List the sites and linear maps of a model, with the host library's own names."""
     with _teaching_errors():
         lens = _load(model, backend, revision, "float32", "cpu")
-        Console().print(_sites_table(lens))
+        print_result(_sites_table(lens))
         for kind, reason in lens.model.absent.items():
             Console().print(f"no {kind}: {reason}")
 
@@ -232,10 +233,9 @@ def _rank(text: str) -> int | float:
 
 
 def _print(report: Report, maps: bool) -> None:
-    console = Console()
-    console.print(report)
+    print_result(report)
     if maps:
-        console.print(report.maps())
+        print_result(report.maps())
 
 
 def _save(report: Report, out: Path | None) -> None:

@@ -68,29 +68,30 @@ def load(
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     wide = getattr(torch, dtype)
-    source, shown = _source(name, progress)
+    source, shown, packaged_revision = _source(name, progress)
     model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=wide)
     model.to(device).eval()
     tokenizer = _saved_tokenizer(source, revision)
+    named = {"name": shown, "revision": revision or packaged_revision}
     if backend == "huggingface":
-        return wrap(model, tokenizer, name=shown, revision=revision)
+        return wrap(model, tokenizer, **named)
     from transformer_lens.model_bridge import TransformerBridge
 
     model.config.architectures = [type(model).__name__]
     bridge = TransformerBridge.boot_transformers(source, hf_model=model, tokenizer=tokenizer, device=device, dtype=wide)
-    return wrap(bridge, tokenizer, name=shown, revision=revision)
+    return wrap(bridge, tokenizer, **named)
 
 
-def _source(name: str, progress: Progress | None) -> tuple[str, str]:
-    """Where to load from, and what a report calls it."""
-    from tangent_lens.models.packaged import PACKAGED_NAME, packaged_model_folder
+def _source(name: str, progress: Progress | None) -> tuple[str, str, str | None]:
+    """Where to load from, what a report calls it, and the revision if the name alone says it."""
+    from tangent_lens.models.packaged import MODEL_NAME, PACKAGED_NAME, REQUIREMENT, packaged_model_folder
 
     if name.lower() == PACKAGED_NAME:
-        return str(packaged_model_folder(progress)), "SmolLM2-135M-Instruct (Q4_1, packaged)"
+        return str(packaged_model_folder(progress)), f"{MODEL_NAME} (4-bit weights, widened)", REQUIREMENT
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"the folder {name} holds no config.json, so it is no saved HuggingFace model")
-    return name, name
+    return name, name, None
 
 
 def _own_tokenizer(model: Any) -> Any:

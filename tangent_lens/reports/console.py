@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 from typing import Any
@@ -15,6 +16,8 @@ from rich.text import Text
 from tangent_lens.progress import Progress
 
 NOTEBOOK_WIDTH = 116
+# Of output that goes into a file or another program.
+PIPED_WIDTH = 100
 _HTML = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:1.25;font-family:Menlo,Consolas,monospace">{code}</pre>'
 )
@@ -22,13 +25,14 @@ _HTML = (
 
 def show(result: Any, width: int | None = None) -> None:
     """Print a result; coloured where the output is a terminal."""
-    Console(width=width).print(result)
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    Console(width=width or (PIPED_WIDTH if piped else None)).print(result)
 
 
 def as_text(result: Any, width: int | None = None) -> str:
     """A result as plain text, as wide as the terminal (100 characters where there is none)."""
     buffer = io.StringIO()
-    columns = width or shutil.get_terminal_size(fallback=(100, 24)).columns
+    columns = width or shutil.get_terminal_size(fallback=(PIPED_WIDTH, 24)).columns
     # force_jupyter=False: inside a notebook rich would display at once instead of writing to the buffer.
     Console(file=buffer, width=columns, no_color=True, force_terminal=False, force_jupyter=False).print(result)
     return buffer.getvalue().rstrip("\n")
@@ -91,4 +95,6 @@ class _Speed(ProgressColumn):
         speed = task.finished_speed or task.speed
         if speed is None or not self._unit:
             return Text("")
+        if self._unit == "bytes":
+            return Text(f"{speed / 1e6:,.1f} MB/s", style="dim")
         return Text(f"{speed:,.0f} {self._unit}/s" if speed >= 10 else f"{speed:.1f} {self._unit}/s", style="dim")
