@@ -181,15 +181,14 @@ def _load(name: str, backend: str, revision: str | None, dtype: str, device: str
 
 def _demo_lens() -> Lens:
     from tangent_lens.lens import Lens
-    from tangent_lens.models.packaged import PACKAGED_NAME, PackagedModelUnavailable
+    from tangent_lens.models.packaged import PACKAGED_NAME, PackagedModelUnavailable, is_converted
     from tangent_lens.models.small import train_small_model
     from tangent_lens.recording.corpus import reference_prose
 
     console = Console(stderr=True)
     try:
-        console.print(
-            f"loading {PACKAGED_NAME}; the first time it is fetched and converted, which takes about a minute"
-        )
+        first = "" if is_converted() else "; this first time it is fetched and converted, which takes about a minute"
+        console.print(f"loading {PACKAGED_NAME}{first}")
         return Lens.from_pretrained(PACKAGED_NAME)
     except PackagedModelUnavailable as problem:
         console.print(f"[yellow]{problem}[/yellow]")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # In the order in which a forward pass meets them inside one layer.
@@ -106,7 +106,7 @@ class SitePattern:
 SiteSelection = str | Site | SitePattern | Iterable["str | Site | SitePattern"]
 
 
-def _builder(kind: str, meaning: str):
+def _builder(kind: str, meaning: str) -> Callable[..., SitePattern]:
     def build(*layers: int) -> SitePattern:
         return SitePattern(kind, layers or None)
 

@@ -52,6 +52,11 @@ def cache_folder() -> Path:
     return (Path(users_cache) if users_cache else Path.home() / ".cache") / "tangent_lens"
 
 
+def is_converted() -> bool:
+    """Whether the packaged model lies in the cache already."""
+    return (cache_folder() / MODEL_NAME).is_dir()
+
+
 def packaged_model_folder(progress: Progress | None = None) -> Path:
     """The folder of the packaged model in float32 with its tokenizer, ready for ``from_pretrained``.
 

@@ -8,6 +8,8 @@ are taken in the rows' own precision, float32 at the least.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -65,9 +67,10 @@ class SecondMoments:
 
     def add_checked(self, rows: Float[Tensor, "n d"]) -> None:
         """Add rows that :meth:`checked` returned."""
-        for chunk in rows.split(ROWS_A_PRODUCT):
-            if len(chunk):
-                self._add(chunk)
+        with full_precision(rows):
+            for chunk in rows.split(ROWS_A_PRODUCT):
+                if len(chunk):
+                    self._add(chunk)
 
     def _add(self, rows: Tensor) -> None:
         count = len(rows)
@@ -178,11 +181,12 @@ class ProjectedSums:
         """
         rows = _checked_rows(rows, self.width, self.name, device_with_float64(rows))
         basis = self.basis.to(device=rows.device, dtype=rows.dtype)
-        for chunk in rows.split(ROWS_A_PRODUCT):
-            self._sum += chunk.sum(dim=0).double().cpu()
-            self._total += float(torch.linalg.vector_norm(chunk)) ** 2
-            self._along += float(torch.linalg.vector_norm(chunk @ basis)) ** 2
-            self.count += len(chunk)
+        with full_precision(rows):
+            for chunk in rows.split(ROWS_A_PRODUCT):
+                self._sum += chunk.sum(dim=0).double().cpu()
+                self._total += float(torch.linalg.vector_norm(chunk)) ** 2
+                self._along += float(torch.linalg.vector_norm(chunk @ basis)) ** 2
+                self.count += len(chunk)
 
     def sum(self) -> Float[Tensor, " d"]:
         """Sum of the rows."""
@@ -349,6 +353,11 @@ def _checked_width(rows: Tensor, name: str) -> int:
     if not rows.is_floating_point():
         raise ValueError(f"{name}: rows must be floating point numbers, not {rows.dtype}")
     return rows.shape[1]
+
+
+def full_precision(rows: Tensor) -> AbstractContextManager[Any]:
+    """Products of these rows in their own precision, also where the model runs under ``torch.autocast``."""
+    return torch.autocast(rows.device.type, enabled=False)
 
 
 def _checked_rows(rows: Tensor, width: int, name: str, device: torch.device) -> Tensor:

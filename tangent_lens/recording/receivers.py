@@ -18,6 +18,7 @@ from tangent_lens.recording.moments import (
     ProjectedSums,
     SecondMoments,
     device_with_float64,
+    full_precision,
 )
 from tangent_lens.recording.taps import GradientNeverCame, GradientReceiver, SiteNeverFired
 from tangent_lens.sites import Site
@@ -310,7 +311,8 @@ class WeightReceiver:
         # Sums over one chunk are as precise as its product; summing in float64 here would cost a tenth of the pass.
         signal_sum = delta.sum(dim=0)
         self._check_finite(signal_sum)
-        parts = (delta.T @ u, signal_sum, delta.square().sum(dim=0))
+        with full_precision(u):
+            parts = (delta.T @ u, signal_sum, delta.square().sum(dim=0))
         if self._sums is None:
             device = device_with_float64(u)
             self._sums = tuple(torch.zeros(part.shape, dtype=torch.float64, device=device) for part in parts)

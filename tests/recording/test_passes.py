@@ -20,10 +20,11 @@ from plain_reference import (
 
 from tangent_lens.lens import Lens
 from tangent_lens.models.loading import wrap
-from tangent_lens.models.protocol import Batch
+from tangent_lens.models.protocol import Batch, LinearMap, TapPoint
 from tangent_lens.recording.corpus import Corpus
-from tangent_lens.recording.moments import Moments, NonFiniteRows
+from tangent_lens.recording.moments import Moments, NonFiniteRows, ProjectedSums, SecondMoments
 from tangent_lens.recording.passes import record_activations, record_gradients
+from tangent_lens.recording.receivers import Selection, WeightReceiver
 from tangent_lens.recording.taps import GradientNeverCame, SiteNeverFired
 from tangent_lens.sites import Site, resid_post, resolve
 
@@ -569,3 +570,21 @@ def test_rows_kept_by_hand_have_the_same_moments():
         assert_close(found[site].activations.scatter, expected.activations.scatter, 1e-10, site.name)
         assert_close(found[site].gradients.scatter, expected.gradients.scatter, 1e-10, site.name)
         assert_close(found[site].cross_moment(), expected.cross_moment(), 1e-10, site.name)
+
+
+def test_autocast_does_not_reach_into_the_sums():
+    """Under autocast the model's own products are bfloat16; ours stay as wide as the rows that passed."""
+    rows = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    basis = torch.linalg.qr(torch.randn(8, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).Q
+    site, wide = Site("mlp_input", 0), rows.double()
+    place = TapPoint(torch.nn.Linear(8, 8), "output", "map")
+    receiver = WeightReceiver([LinearMap("mlp_in", 0, site, (place,), place)], Selection())
+    projected = ProjectedSums(basis)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        moments = SecondMoments.of(rows)
+        projected.update(rows)
+        receiver.take_input(rows[None])
+        receiver.take_output(rows[None])(rows[None])
+    assert_close(moments.second_moment(), wide.T @ wide, 1e-6)
+    assert_close(receiver.results()[0].gradient, wide.T @ wide, 1e-6)
+    assert projected.square_along(basis) == pytest.approx(float((wide @ basis).square().sum()), rel=1e-6)
