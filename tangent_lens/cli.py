@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tangent_lens import __version__
@@ -87,6 +89,7 @@ def measure(
     Without --text or --dataset it reads the reference manual that every Python carries.
     """
     with _teaching_errors():
+        _check_out(out)
         texts, name = _texts(text or [], dataset, column, split)
         lens = _load(model, backend, revision, dtype, device)
         report = lens.measure(
@@ -107,8 +110,8 @@ def measure(
             batch_size=batch_size,
             name=name,
         )
-        _print(report, maps)
         _save(report, out)
+        _print(report, maps)
 
 
 @app.command()
@@ -152,10 +155,11 @@ def demo(
     with _teaching_errors():
         from tangent_lens.recording.corpus import reference_prose
 
+        _check_out(out)
         lens = _demo_lens()
         report = lens.measure(reference_prose(), rank=DEMO_RANK, max_sequences=sequences, pack=True, name=PROSE)
-        _print(report, maps=False)
         _save(report, out)
+        _print(report, maps=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -170,6 +174,10 @@ def _options(
 def main() -> None:
     """Entry point of ``tangent-lens``."""
     _quiet_libraries()
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or a file that knows no Δ must not cost the result.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app()
 
 
@@ -191,7 +199,7 @@ def _demo_lens() -> Lens:
         console.print(f"loading {PACKAGED_NAME}{first}")
         return Lens.from_pretrained(PACKAGED_NAME)
     except PackagedModelUnavailable as problem:
-        console.print(f"[yellow]{problem}[/yellow]")
+        console.print(f"[yellow]{escape(str(problem))}[/yellow]")
         console.print("going on with a small GPT-NeoX, trained here on the same text for about a minute")
         model, tokenizer = train_small_model(reference_prose(), progress=terminal_progress())
         return Lens(model, tokenizer)
@@ -202,12 +210,21 @@ def _texts(files: list[Path], dataset: str | None, column: str, split: str) -> t
     if files and dataset:
         raise ValueError("--text and --dataset were both given; choose one")
     if files:
-        return [file.read_text(encoding="utf-8") for file in files], ", ".join(file.name for file in files)
+        return [_read_text(file) for file in files], ", ".join(file.name for file in files)
     if dataset:
         return _dataset_texts(dataset, column, split), f"{dataset} ({split})"
     from tangent_lens.recording.corpus import reference_prose
 
     return reference_prose(), PROSE
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ValueError(
+            f"{file} is not UTF-8 text ({problem.reason} at byte {problem.start}); convert it first"
+        ) from None
 
 
 def _dataset_texts(name: str, column: str, split: str) -> Iterator[str]:
@@ -226,9 +243,12 @@ def _dataset_texts(name: str, column: str, split: str) -> Iterator[str]:
 
 def _rank(text: str) -> int | float:
     try:
-        return float(text) if "." in text else int(text)
+        rank = float(text) if "." in text else int(text)
     except ValueError:
-        raise ValueError(f"rank {text!r} must be a whole number, or a variance share such as 0.9") from None
+        rank = 0.0
+    if isinstance(rank, float) and not 0 < rank < 1:
+        raise ValueError(f"rank {text!r} must be a whole number, or a variance share such as 0.9")
+    return rank
 
 
 def _print(report: Report, maps: bool) -> None:
@@ -237,10 +257,20 @@ def _print(report: Report, maps: bool) -> None:
         print_result(report.maps())
 
 
+def _check_out(out: Path | None) -> None:
+    """Find out that a report cannot be saved before the model runs, not after."""
+    if out is not None:
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out} is a file; name a folder")
+        out.mkdir(parents=True, exist_ok=True)
+
+
 def _save(report: Report, out: Path | None) -> None:
     if out is not None:
         report.save(out)
-        Console(stderr=True).print(f"saved in {out}; show it again with: tangent-lens show {out}", soft_wrap=True)
+        Console(stderr=True).print(
+            f"saved in {escape(str(out))}; show it again with: tangent-lens show {escape(str(out))}", soft_wrap=True
+        )
 
 
 def _sites_table(lens: Lens) -> Table:
@@ -265,9 +295,8 @@ def _teaching_errors() -> Iterator[None]:
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as problem:
         if os.environ.get("TANGENT_LENS_TRACEBACK"):
             raise
-        Console(stderr=True).print(
-            f"[bold red]error[/bold red] {problem}", highlight=False, markup=True, soft_wrap=True
-        )
+        sentence = f"[bold red]error[/bold red] {escape(str(problem))}"
+        Console(stderr=True).print(sentence, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tangent_lens.measures.analysis import concentration_warnings, fit_proxies, measure_gradients, summarise_space
-from tangent_lens.measures.plan import plan_measurement, width_of
+from tangent_lens.measures.plan import check_proxies, plan_measurement, width_of
 from tangent_lens.measures.report import CorpusDescription, Report, Settings
 from tangent_lens.models.loading import load, wrap
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Model, ModelDescription
@@ -27,7 +28,8 @@ from tangent_lens.sites import Site, SiteSelection, resid_post, resolve
 
 TEXT_WINDOW = 128
 
-Texts = str | Iterable[str] | Iterable[Sequence[int]] | Tensor | Corpus
+# A mapping is what a HuggingFace tokenizer returns: input_ids and attention_mask.
+Texts = str | Mapping[str, Any] | Iterable[str] | Iterable[Sequence[int]] | Tensor | Corpus
 
 
 class Lens:
@@ -162,6 +164,15 @@ class Lens:
         if isinstance(texts, (Corpus, str)):
             return texts
         special = () if self.model.tokenizer is None else tuple(self.model.tokenizer.all_special_ids)
+        if isinstance(texts, Mapping) and "input_ids" in texts:
+            encoded: Mapping[Any, Any] = texts
+            mask = encoded.get("attention_mask")
+            return Corpus.from_tokens(torch.as_tensor(encoded["input_ids"]), mask, name=name, special_ids=special)
+        if isinstance(texts, (Mapping, os.PathLike)) or hasattr(texts, "columns"):
+            raise ValueError(
+                f"a {type(texts).__name__} is no list of texts; pass the texts themselves, for example table['text'] or "
+                "path.read_text(), or token ids"
+            )
         if isinstance(texts, Tensor):
             return Corpus.from_tokens(texts, name=name, special_ids=special)
         items: Iterator[Any] = iter(texts)
@@ -257,10 +268,27 @@ class Lens:
             ValueError: settings that do not fit the model or the corpus, in a sentence.
             SiteNeverFired, GradientNeverCame, NonFiniteRows: what went wrong inside the model.
         """
+        gradients = (gradients,) if isinstance(gradients, str) else tuple(gradients)
+        maps = (maps,) if isinstance(maps, str) else tuple(maps)
         settings = Settings(
-            rank, controls, seed, tuple(gradients), fit_site, center, shrinkage, fit_fraction, sequence_length, pack,
-            skip_first, skip_special, batch_size, padding_side,
-        )  # fmt: skip
+            rank=rank,
+            controls=controls,
+            seed=seed,
+            gradients=gradients,
+            maps=maps,
+            fit_site=fit_site,
+            center=center,
+            shrinkage=shrinkage,
+            fit_fraction=fit_fraction,
+            sequence_length=sequence_length,
+            pack=pack,
+            max_sequences=max_sequences,
+            prepend_bos=prepend_bos,
+            skip_first=skip_first,
+            skip_special=skip_special,
+            batch_size=batch_size,
+            padding_side=padding_side,
+        )
         plan = plan_measurement(self.model, self.resolve(sites if sites is not None else resid_post()), maps, settings)
         corpus = self.corpus(
             texts,
@@ -276,6 +304,7 @@ class Lens:
             self.model, self._batches(fit, settings), plan.fit_sites, progress=shown, tokens=fit.tokens
         )
         proxies = fit_proxies(activations, settings)
+        check_proxies(proxies)
         recorded = record_gradients(
             self.model,
             self._batches(test, settings),

@@ -82,4 +82,4 @@ def check_format(path: str | os.PathLike[str], kind: str, header: Mapping[str, A
 
 def as_float64(tensor: Tensor) -> Tensor:
     """The same numbers as a float64 tensor on the CPU, where every analysis is done."""
-    return tensor.detach().to(device="cpu", dtype=torch.float64)
+    return torch.as_tensor(tensor).detach().to(device="cpu", dtype=torch.float64)

@@ -161,3 +161,55 @@ def test_the_demo_falls_back_to_a_small_model_with_a_sentence(monkeypatch, model
     assert result.exit_code == 0, result.output
     assert "pip could not fetch it" in result.output
     assert "attention weights" in result.output
+
+
+def test_names_with_brackets_are_no_markup(tmp_path):
+    result = run("show", tmp_path / "x[/b]")
+    assert result.exit_code == 1
+    assert "x[/b]" in "".join(result.output.split("\n"))
+
+
+def test_text_that_is_not_utf8_is_named(model_folder, tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("caf\u00e9".encode("latin-1"))
+    result = run("measure", model_folder, "--text", path)
+    assert result.exit_code == 1
+    assert "latin.txt is not UTF-8 text" in " ".join(result.output.split())
+
+
+def test_an_unusable_out_is_refused_before_the_model_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run("measure", "no/such-model", "--out", tmp_path / "file")
+    assert result.exit_code == 1
+    assert "is a file; name a folder" in " ".join(result.output.split())
+
+
+def test_a_report_is_saved_even_where_it_cannot_be_printed(model_folder, text_file, tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError("no space left on the screen")
+
+    monkeypatch.setattr(cli, "_print", broken)
+    assert run(*quick(model_folder, text_file), "--out", tmp_path / "run").exit_code == 1
+    assert tln.Report.load(tmp_path / "run").corpus.name == "numbers.txt"
+
+
+def test_an_output_without_unicode_loses_signs_but_not_the_result(model_folder, text_file):
+    arguments = [str(one) for one in quick(model_folder, text_file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tangent_lens", *arguments], capture_output=True, env={"PYTHONIOENCODING": "ascii"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"attention weights" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("--device", "abacus"), "device 'abacus' is not available"),
+        (("--rank", "1.0"), "rank '1.0' must be a whole number"),
+    ],
+)
+def test_more_mistakes_get_a_sentence(model_folder, text_file, change, sentence):
+    result = run(*quick(model_folder, text_file), *change)
+    assert result.exit_code == 1
+    assert sentence in " ".join(result.output.split())

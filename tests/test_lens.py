@@ -649,3 +649,34 @@ class TestDescribingItself:
         assert row.energy == report.of("query.1").energy.energy
         assert row.delta_iso == report.of("query.1").isotropy.delta
         assert report.to_dict()["corpus"]["loss"] == report.corpus.loss
+
+
+class TestWhatPeopleHold:
+    """Other things than lists of texts: read rightly, or refused with what to pass."""
+
+    def test_what_a_tokenizer_returns_is_token_ids_with_their_mask(self):
+        tokens = random_tokens(6, 9)
+        mask = torch.ones_like(tokens)
+        mask[:3, 5:] = 0
+        corpus = Lens(tiny_model("gpt2")).corpus({"input_ids": tokens, "attention_mask": mask})
+        assert [len(sequence) for sequence in corpus.sequences] == [5, 5, 5, 9, 9, 9]
+
+    def test_tables_and_paths_are_refused(self, tmp_path):
+        lens = Lens(tiny_model("gpt2"))
+        for thing in ({"text": ["1 2 3"]}, tmp_path):
+            with pytest.raises(ValueError, match="pass the texts themselves"):
+                lens.corpus(thing)
+
+    def test_a_bare_name_is_a_list_of_one(self):
+        report = measured(tiny_model("gpt2"), gradients="weight", maps="query")
+        assert {one.kind for one in report.measurements} == {"attention", "query"}
+        assert report.settings.maps == ("query",)
+
+    def test_a_share_too_large_for_a_control_is_refused_by_site(self):
+        with pytest.raises(ValueError, match=r"\.\d: the share asked for needs rank \d+, and a normal control needs"):
+            measured(tiny_model("gpt2"), rank=0.9999)
+
+    def test_whole_numbers_are_asked_for(self):
+        for name, value in (("seed", -1), ("controls", 2.5), ("batch_size", 2.5)):
+            with pytest.raises(ValueError, match=f"{name} {value} must be a whole number"):
+                measured(tiny_model("gpt2"), **{name: value})

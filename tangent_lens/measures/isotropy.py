@@ -87,8 +87,12 @@ def iso_score_without(
     """
     if dimension not in ("ambient", "complement"):
         raise ValueError(f"dimension {dimension!r} must be 'ambient' (d) or 'complement' (d - k)")
-    matrix = _checked(covariance)
+    matrix, frames = _checked(covariance), as_float64(frames)
     _check_shrinkage(shrinkage)
+    if frames.ndim != 3 or frames.shape[1] != len(matrix):
+        raise ValueError(
+            f"frames are (m, {len(matrix)}, k), not of shape {tuple(frames.shape)}; one basis is basis[None]"
+        )
     d, k = frames.shape[1:]
     left = d if dimension == "ambient" else d - k
     if left < 2:

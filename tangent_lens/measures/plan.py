@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Mo
 from tangent_lens.sites import Site
 from tangent_lens.subspaces.controls import check_normal_controls_fit
 from tangent_lens.subspaces.fits import check_rank
+from tangent_lens.subspaces.subspace import Subspace
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,20 @@ def plan_measurement(model: Model, sites: Sequence[Site], map_kinds: Sequence[st
     return plan
 
 
+def check_proxies(proxies: Mapping[Site, Subspace]) -> None:
+    """Refuse proxies too large for a normal control, which a variance share can ask for, before any gradient is taken.
+
+    Raises:
+        ValueError: with the site, its rank and the limit.
+    """
+    for site, proxy in proxies.items():
+        if 2 * proxy.rank > proxy.d:
+            raise ValueError(
+                f"{site}: the share asked for needs rank {proxy.rank}, and a normal control needs 2*rank <= d = {proxy.d}; "
+                "ask for a smaller share, or a rank"
+            )
+
+
 def width_of(shape: ModelDescription, site: Site) -> int:
     """Numbers a row of this site holds: d_model, or heads * d_head for queries, keys and values."""
     heads = {"query": shape.n_heads, "key": shape.n_key_value_heads, "value": shape.n_key_value_heads}
@@ -69,6 +85,10 @@ def _check_settings(settings: Settings) -> None:
         raise ValueError(f"gradients {settings.gradients} must name 'residual', 'weight' or both")
     if settings.fit_site not in ("input", "residual"):
         raise ValueError(f"fit_site {settings.fit_site!r} must be 'input' (after the norm) or 'residual' (before it)")
+    for name in ("controls", "seed", "batch_size"):
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+            raise ValueError(f"{name} {value!r} must be a whole number, 0 or more")
     if settings.controls < 1:
         raise ValueError(f"{settings.controls} controls give no comparison; use 1 or more")
     if not 0 <= settings.shrinkage <= 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.spectrum import Spectrum
-from tangent_lens.models.protocol import ModelDescription
+from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, ModelDescription
 from tangent_lens.showing import Shown
 from tangent_lens.subspaces.subspace import Subspace
 
@@ -20,18 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run was made; every choice that can change a number."""
+    """How a run was made; every choice that can change a number.
+
+    ``sequence_length=None`` means 128 for texts, and token ids as they are.
+    """
 
     rank: int | float = 16
     controls: int = 20
     seed: int = 0
     gradients: tuple[str, ...] = ("residual", "weight")
+    maps: tuple[str, ...] = (*ATTENTION_MAPS, *MLP_MAPS)
     fit_site: str = "input"
     center: bool = True
     shrinkage: float = 0.0
     fit_fraction: float = 0.5
     sequence_length: int | None = None
     pack: bool = False
+    max_sequences: int | None = None
+    prepend_bos: bool | None = None
     skip_first: bool = False
     skip_special: bool = False
     batch_size: int = 8
@@ -80,14 +86,14 @@ class Space:
     top_position_rows: float
 
 
-@dataclass(frozen=True)
-class Measurement:
+@dataclass(frozen=True, repr=False)
+class Measurement(Shown):
     """One gradient at one place against one tangent proxy.
 
     Attributes:
         gradient: ``residual`` (rows dL/dx at a site) or ``weight`` (rows of dL/dW of maps that read the site).
-        name: the site (``resid_post.3``), one map (``query.3``), or all maps of an input together
-            (``attention.3``: query, key and value; ``mlp.3``: MLP in and gate).
+        name: the site (``resid_post.3``), one map (``query.3``), or all maps of an input that were measured
+            together (``attention.3``: query, key and value; ``mlp.3``: MLP in and gate).
         site: where the gradient lives; ``fit_site``: where the proxy was fitted.
         pooled: whether several maps were taken together.
     """
@@ -176,11 +182,16 @@ class Report(Shown):
 
         return load_report(folder)
 
-    def maps(self) -> Any:
-        """The table of every single map (query, key, value, MLP in, MLP gate), as a rich renderable."""
-        from tangent_lens.reports.tables import maps_table
+    def maps(self) -> MapsView:
+        """The table of every single map: query, key, value, MLP in, MLP gate."""
+        return MapsView(self)
 
-        return maps_table(self)
+
+@dataclass(frozen=True, repr=False)
+class MapsView(Shown):
+    """A report seen map by map; it shows itself as a table."""
+
+    report: Report
 
 
 def flat_row(measurement: Measurement) -> dict[str, Any]:

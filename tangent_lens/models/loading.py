@@ -31,6 +31,8 @@ def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, revision
         from tangent_lens.models.huggingface import HuggingFaceModel
 
         return HuggingFaceModel(model, tokenizer or _own_tokenizer(model), name=name, revision=revision)
+    if isinstance(model, str):
+        raise UnsupportedModel(f"{model!r} is a name, not a model; load it with Lens.from_pretrained({model!r})")
     raise UnsupportedModel(
         f"a {type(model).__module__}.{type(model).__name__} cannot be measured; pass a HuggingFace causal language model, "
         "a TransformerLens TransformerBridge, or a name to Lens.from_pretrained"
@@ -68,6 +70,7 @@ def load(
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     wide = getattr(torch, dtype)
+    _check_device(device)
     source, shown, packaged_revision = _source(name, progress)
     model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=wide)
     model.to(device).eval()
@@ -80,6 +83,16 @@ def load(
     model.config.architectures = [type(model).__name__]
     bridge = TransformerBridge.boot_transformers(source, hf_model=model, tokenizer=tokenizer, device=device, dtype=wide)
     return wrap(bridge, tokenizer, **named)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    kind = device.split(":")[0]
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(kind, False):
+        here = ", ".join(name for name, there in available.items() if there)
+        raise ValueError(f"device {device!r} is not available to this torch; here: {here}")
 
 
 def _source(name: str, progress: Progress | None) -> tuple[str, str, str | None]:

@@ -68,7 +68,7 @@ def load_report(folder: str | os.PathLike[str]) -> Report:
     if not path.is_file():
         raise FileNotFoundError(f"no report at {folder}: it should hold a report.json")
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         check_format(path, _KIND, document)
         subspaces = _load_subspaces(Path(folder), document)
         return Report(
@@ -82,7 +82,9 @@ def load_report(folder: str | os.PathLike[str]) -> Report:
             created=document["created"],
             subspaces=subspaces,
         )
-    except (json.JSONDecodeError, KeyError, TypeError) as problem:
+    except FileProblem:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise FileProblem(f"{path} is damaged or was cut short ({problem}); measure again") from problem
 
 

@@ -11,21 +11,23 @@ from typing import Any
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement as Extent
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
-from tangent_lens.measures.report import Measurement, Report, Space
+from tangent_lens.measures.report import MapsView, Measurement, Report, Space
 from tangent_lens.measures.spectrum import Spectrum
+from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS
 from tangent_lens.reports.numbers import number, p_value, percent, signed, small, thousandths
 
 SIGNIFICANT = 0.05
 # Consoles: below NARROW the p columns give way to a star; from WIDE on there is room for more controls.
 NARROW, WIDE = 96, 150
 _NOTHING = Text("–", style="dim")
-_GRADIENTS = ("residual gradient", "attention weights (q k v)", "MLP weights (in, gate)")
+_SHORT_NAMES = {"query": "q", "key": "k", "value": "v", "mlp_in": "in", "mlp_gate": "gate"}
 
 
 @singledispatch
@@ -42,6 +44,17 @@ def table_of(result: Any) -> Any:
 def _(report: Report) -> Any:
     tables = (_ByWidth(report, view) for view in (energy_table, isotropy_table, notes))
     return Group(header(report), "", *tables)
+
+
+@table_of.register
+def _(view: MapsView) -> Any:
+    return maps_table(view.report)
+
+
+@table_of.register
+def _(one: Measurement) -> Any:
+    heading = f"{one.name}: {one.gradient} gradient at {one.site}, proxy fitted at {one.fit_site}"
+    return Group(Text(heading, style="bold"), table_of(one.energy), table_of(one.isotropy))
 
 
 @table_of.register
@@ -108,10 +121,19 @@ def header(report: Report) -> Table:
     )
     lines.add_row(
         "settings",
-        f"rank {settings.rank}, {settings.controls} random normals, seed {settings.seed}, weight proxies fitted on "
+        f"rank {_rank(report)}, {settings.controls} random normals, seed {settings.seed}, weight proxies fitted on "
         f"{fitted}{_extras(report)}",
     )
     return lines
+
+
+def _rank(report: Report) -> str:
+    """The rank asked for and, where it was a share of the variance, the ranks it came to."""
+    ranks = sorted({space.rank for space in report.spaces})
+    asked = report.settings.rank
+    if asked >= 1 or not ranks:
+        return str(asked)
+    return f"for {asked:.1%} of the variance (k = {ranks[0]} to {ranks[-1]})"
 
 
 def _extras(report: Report) -> str:
@@ -165,13 +187,23 @@ class _ByWidth:
         self._report, self._view = report, view
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._view(self._report, options.max_width)
+        view = self._view(self._report, options.max_width)
+        if (
+            isinstance(view, Table)
+            and Extent.get(console, options.update(max_width=10_000), view).maximum > options.max_width
+        ):
+            # Long labels take the room that the columns needed: fewer columns, rather than numbers cut short.
+            view = self._view(self._report, min(options.max_width, NARROW - 1))
+        yield view
 
 
 def energy_table(report: Report, width: int = 100) -> Table:
     """Energy, lift, signal lift and p of every layer; from 150 characters on, also next, trailing and alignment."""
     rows = _rows_by_layer(report)
-    titles = ("residual", "attention weights", "MLP weights") if width < NARROW else _GRADIENTS
+    titles = ("residual", "attention weights", "MLP weights")
+    if width >= NARROW:
+        maps = [_maps_measured(report, kinds) for kinds in (ATTENTION_MAPS, MLP_MAPS)]
+        titles = ("residual gradient", f"attention weights ({maps[0]})", f"MLP weights ({maps[1]})")
     groups = [
         (titles[0], 0, _energy_columns(False, width)),
         (titles[1], 1, _energy_columns(True, width)),
@@ -269,6 +301,11 @@ def _rows_by_layer(report: Report) -> list[tuple[str, tuple[Measurement | None, 
             label = one.name if one is not None and (several or layer is None) else str(layer)
             rows.append((label, (one, *weights)))
     return rows
+
+
+def _maps_measured(report: Report, kinds: Sequence[str]) -> str:
+    measured = {one.kind for one in report.measurements if one.gradient == "weight" and not one.pooled}
+    return " ".join(_SHORT_NAMES[kind] for kind in kinds if kind in measured)
 
 
 def _space_of(cells: Sequence[Measurement | None], spaces: dict[str, Space]) -> Space | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -57,13 +59,19 @@ def normal_frames(tangent: Subspace, controls: int | Float[Tensor, "m d k"], see
         ValueError: a number below 1, or frames of another rank or width.
     """
     check_normal_controls_fit(tangent.rank, tangent.d)
-    if not isinstance(controls, Tensor):
-        if isinstance(controls, bool):
-            raise ValueError(f"controls={controls} must be a number of random normals, or frames (m, d, k)")
+    if isinstance(controls, numbers.Integral) and not isinstance(controls, bool):
         return random_normals(tangent, int(controls), seed)
-    if controls.ndim != 3 or controls.shape[1:] != tangent.basis.shape:
+    if isinstance(controls, numbers.Real) or not hasattr(controls, "ndim"):
+        raise ValueError(f"controls={controls} must be a whole number of random normals, or frames (m, d, k)")
+    frames = as_float64(controls)  # pyright: ignore[reportArgumentType]
+    if frames.ndim != 3 or not len(frames) or frames.shape[1:] != tangent.basis.shape:
         raise ValueError(
-            f"controls of shape {tuple(controls.shape)} cannot be compared with a subspace of rank {tangent.rank} in "
+            f"controls of shape {tuple(frames.shape)} cannot be compared with a subspace of rank {tangent.rank} in "
             f"{tangent.d} dimensions; frames are (m, {tangent.d}, {tangent.rank})"
         )
-    return as_float64(controls)
+    identity = torch.eye(tangent.rank, dtype=torch.float64)
+    if float((frames.transpose(1, 2) @ frames - identity).abs().max()) > 1e-6:
+        raise ValueError("these controls are not orthonormal frames; take them from random_normals")
+    if float((tangent.basis.T @ frames).abs().max()) > 1e-6:
+        raise ValueError("these controls are not normal to the subspace; take them from random_normals")
+    return frames

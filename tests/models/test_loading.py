@@ -66,7 +66,12 @@ def test_options_beside_a_wrapped_model_are_not_ignored(tokenizer):
     assert lens.description.name == "mine"
 
 
-@pytest.mark.parametrize("thing", ["gpt2", None, torch.nn.Linear(2, 2), Lens], ids=["name", "None", "Linear", "class"])
+def test_a_name_is_sent_to_the_loader():
+    with pytest.raises(UnsupportedModel, match=r"'gpt2' is a name, not a model; load it with Lens.from_pretrained"):
+        wrap("gpt2")
+
+
+@pytest.mark.parametrize("thing", [None, torch.nn.Linear(2, 2), Lens], ids=["None", "Linear", "class"])
 def test_other_objects_are_refused_with_what_to_pass(thing):
     with pytest.raises(
         UnsupportedModel, match=r"cannot be measured; pass a HuggingFace causal language model.*from_pre"

@@ -184,3 +184,28 @@ def test_pandas_has_one_row_a_measurement_and_the_same_numbers(report):
     assert row.lift == report.of("key.2").energy.lift
     assert row.delta_iso_random == report.of("key.2").isotropy.random_mean
     assert isinstance(report, tln.Report)
+
+
+def test_titles_name_the_maps_that_were_measured(report):
+    kept = tuple(one for one in report.measurements if one.pooled or one.kind in ("query", "mlp_in"))
+    shown = as_text(dataclasses.replace(report, measurements=kept), width=120)
+    assert "attention weights (q)" in shown
+    assert "MLP weights (in)" in shown
+
+
+def test_long_labels_cost_columns_and_no_digits(report):
+    one = report.of("resid_post.0")
+    long = dataclasses.replace(one, name="query.0 (residual)", kind="query")
+    shown = as_text(dataclasses.replace(report, measurements=(*report.measurements, long)), width=100)
+    rows = [line for line in shown.splitlines() if "query.0 (residual)" in line]
+    assert rows and not any("…" in row for row in rows)
+
+
+def test_a_share_of_variance_is_shown_with_its_ranks(report):
+    shared = dataclasses.replace(report, settings=dataclasses.replace(report.settings, rank=0.9))
+    assert "for 90.0% of the variance (k = 3 to 3)" in " ".join(as_text(shared, width=160).split())
+
+
+def test_single_measurements_and_maps_show_themselves(report):
+    assert "signal lift" in repr(report.of("query.1")) and "change, tangent" in repr(report.of("query.1"))
+    assert "mlp_gate.2" in repr(report.maps())

@@ -9,7 +9,8 @@ from explicit import PROPERTY, array, projector, random_frame, random_subspace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangent_lens.subspaces.controls import check_normal_controls_fit, random_normals
+from tangent_lens.subspaces.controls import check_normal_controls_fit, normal_frames, random_normals
+from tangent_lens.subspaces.subspace import Subspace
 
 
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 5), extra=st.integers(0, 20))
@@ -95,3 +96,19 @@ def test_no_controls_are_no_comparison(count):
 def test_a_basis_that_is_not_orthonormal_is_refused():
     with pytest.raises(ValueError, match="not orthonormal"):
         random_normals(3 * random_frame(9, 2))
+
+
+def test_given_frames_are_checked_before_they_are_compared():
+    tangent = Subspace(torch.eye(8, dtype=torch.float64)[:, :2], torch.zeros(8, dtype=torch.float64))
+    good = random_normals(tangent, 3)
+    assert torch.equal(normal_frames(tangent, good, 0), good)
+    assert torch.equal(normal_frames(tangent, good.numpy(), 0), good)
+    for bad, taught in (
+        (10 * good, "not orthonormal"),
+        (tangent.basis[None], "not normal to the subspace"),
+        (good[:0], r"shape \(0, 8, 2\)"),
+        (True, "whole number"),
+        (2.7, "whole number"),
+    ):
+        with pytest.raises(ValueError, match=taught):
+            normal_frames(tangent, bad, 0)
