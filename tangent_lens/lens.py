@@ -21,12 +21,10 @@ from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Mo
 from tangent_lens.models.state import frozen_parameters
 from tangent_lens.progress import Progress
 from tangent_lens.recording.attach import HostHook, Taps
-from tangent_lens.recording.corpus import Corpus
+from tangent_lens.recording.corpus import TEXT_WINDOW, Corpus
 from tangent_lens.recording.moments import Moments
 from tangent_lens.recording.passes import record_activations, record_gradients
 from tangent_lens.sites import Site, SiteSelection, resid_post, resolve
-
-TEXT_WINDOW = 128
 
 # A mapping is what a HuggingFace tokenizer returns: input_ids and attention_mask.
 Texts = str | Mapping[str, Any] | Iterable[str] | Iterable[Sequence[int]] | Tensor | Corpus
@@ -289,7 +287,7 @@ class Lens:
             batch_size=batch_size,
             padding_side=padding_side,
         )
-        plan = plan_measurement(self.model, self.resolve(sites if sites is not None else resid_post()), maps, settings)
+        plan = plan_measurement(self.model, self.resolve(sites if sites is not None else resid_post()), settings)
         corpus = self.corpus(
             texts,
             sequence_length=sequence_length,

@@ -36,20 +36,20 @@ class Plan:
         return sorted({*self.residual_sites, *self.fit_site_of.values()}, key=lambda site: site.order)
 
 
-def plan_measurement(model: Model, sites: Sequence[Site], map_kinds: Sequence[str], settings: Settings) -> Plan:
+def plan_measurement(model: Model, sites: Sequence[Site], settings: Settings) -> Plan:
     """Choose the maps beside the sites and the places of the proxies.
 
     Raises:
         ValueError: settings that mean nothing, or that this model does not allow.
     """
     _check_settings(settings)
-    maps = _maps_beside_sites(model, sites, map_kinds) if "weight" in settings.gradients else ()
+    maps = _maps_beside_sites(model, sites, settings.maps) if "weight" in settings.gradients else ()
     places = ", ".join(site.name for site in sites)
     if settings.gradients == ("weight",) and not maps:
         raise ValueError(f"no linear map reads {places}, so it has no weight gradient")
     warnings = ()
     if "weight" in settings.gradients and not maps:
-        asked = ", ".join(map_kinds)
+        asked = ", ".join(settings.maps)
         warnings = (f"no weight gradient was measured: none of the linear maps asked for ({asked}) reads {places}",)
     fit_site_of = {one.reads: _fit_site(model, one.reads, settings.fit_site) for one in maps}
     plan = Plan(tuple(sites) if "residual" in settings.gradients else (), maps, fit_site_of, warnings)

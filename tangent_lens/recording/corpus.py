@@ -14,6 +14,9 @@ from torch import Tensor
 
 from tangent_lens.models.protocol import Batch
 
+# The longest window of a text, in tokens, unless a person says otherwise.
+TEXT_WINDOW = 128
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -44,7 +47,7 @@ class Corpus:
         texts: str | Iterable[str],
         tokenizer: Any,
         *,
-        sequence_length: int = 128,
+        sequence_length: int = TEXT_WINDOW,
         pack: bool = False,
         max_sequences: int | None = None,
         prepend_bos: bool | None = None,
