@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tangent_lens.lens import Lens as Lens
+    from tangent_lens.measures.comparison import Comparison as Comparison
+    from tangent_lens.measures.comparison import compare as compare
     from tangent_lens.measures.energy import EnergyTest as EnergyTest
     from tangent_lens.measures.energy import energy_fraction as energy_fraction
     from tangent_lens.measures.energy import energy_test as energy_test
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from tangent_lens.recording.corpus import Corpus as Corpus
     from tangent_lens.recording.corpus import reference_prose as reference_prose
     from tangent_lens.recording.losses import causal_loss_sum as causal_loss_sum
+    from tangent_lens.recording.masking import MaskedLoss as MaskedLoss
     from tangent_lens.recording.moments import Moments as Moments
     from tangent_lens.recording.moments import SecondMoments as SecondMoments
     from tangent_lens.sites import Site as Site
@@ -45,12 +48,14 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lens": ("Lens",),
+    "measures.comparison": ("Comparison", "compare"),
     "measures.energy": ("EnergyTest", "energy_fraction", "energy_test"),
     "measures.isotropy": ("IsotropyTest", "iso_score", "iso_score_without", "isotropy_test"),
     "measures.report": ("Report",),
     "measures.spectrum": ("Spectrum", "effective_rank", "participation_ratio", "spectrum_of"),
     "recording.corpus": ("Corpus", "reference_prose"),
     "recording.losses": ("causal_loss_sum",),
+    "recording.masking": ("MaskedLoss",),
     "recording.moments": ("Moments", "SecondMoments"),
     "sites": (
         "Site", "attention_input", "embedding", "key", "mlp_input", "query", "resid_mid", "resid_post", "resid_pre", "value",

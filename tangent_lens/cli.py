@@ -132,6 +132,21 @@ def show(
 
 
 @app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of two or more saved reports.")],
+    name: Annotated[
+        list[str] | None, typer.Option(help="What to call each, in their order; give it once for each.")
+    ] = None,
+) -> None:
+    """Print saved reports side by side, with warnings where they are not of one kind."""
+    with _teaching_errors():
+        from tangent_lens.measures.comparison import compare as side_by_side
+        from tangent_lens.measures.report import Report
+
+        print_result(side_by_side(*(Report.load(folder) for folder in folders), names=name or None))
+
+
+@app.command()
 def sites(model: ModelName, backend: Backend = "huggingface", revision: Revision = None) -> None:
     """List the sites and linear maps of a model, with the host library's own names."""
     with _teaching_errors():

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import datetime
-import itertools
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tangent_lens.measures.analysis import concentration_warnings, fit_proxies, measure_gradients, summarise_space
-from tangent_lens.measures.plan import check_proxies, plan_measurement, width_of
-from tangent_lens.measures.report import CorpusDescription, Report, Settings
+from tangent_lens.measures.plan import check_proxies, plan_measurement
+from tangent_lens.measures.report import CorpusDescription, Report, Settings, library_versions
 from tangent_lens.models.loading import load, wrap
-from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Model, ModelDescription
+from tangent_lens.models.modules import ModuleModel
+from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Model, ModelDescription, width_of
 from tangent_lens.models.state import frozen_parameters
 from tangent_lens.progress import Progress
 from tangent_lens.recording.attach import HostHook, Taps
-from tangent_lens.recording.corpus import TEXT_WINDOW, Corpus
+from tangent_lens.recording.corpus import Corpus
+from tangent_lens.recording.inputs import InputCorpus
+from tangent_lens.recording.losses import Loss, choose_loss
 from tangent_lens.recording.moments import Moments
 from tangent_lens.recording.passes import record_activations, record_gradients
+from tangent_lens.recording.reading import Texts, read_corpus
 from tangent_lens.sites import Site, SiteSelection, resid_post, resolve
-
-# A mapping is what a HuggingFace tokenizer returns: input_ids and attention_mask.
-Texts = str | Mapping[str, Any] | Iterable[str] | Iterable[Sequence[int]] | Tensor | Corpus
 
 
 class Lens:
     """A model seen through its hook points.
 
     Args:
-        model: a HuggingFace causal language model or a TransformerLens ``TransformerBridge``; it is not changed.
+        model: a HuggingFace model, a TransformerLens ``HookedTransformer``, ``HookedEncoder`` or ``TransformerBridge``,
+            or, with ``sites``, any torch module; it is not changed.
         tokenizer: needed for texts if the model does not bring its own; token ids need none.
+        sites: for a module of another kind: by the name you give it, a submodule or its path; what comes out of it is
+            the site. Texts are then a list of batches, each what the module is called with, and ``loss`` is yours.
         name, revision: what reports call the model.
 
     Raises:
@@ -43,9 +44,18 @@ class Lens:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any = None, *, name: str | None = None, revision: str | None = None
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        sites: Mapping[str, nn.Module | str] | None = None,
+        name: str | None = None,
+        revision: str | None = None,
     ) -> None:
-        self.model: Model = wrap(model, tokenizer, name=name, revision=revision)
+        if sites is not None and tokenizer is not None:
+            raise ValueError("with sites= the module is called with your batches as they are; leave the tokenizer out")
+        named = {"name": name, "revision": revision}
+        self.model: Model = wrap(model, tokenizer, **named) if sites is None else ModuleModel(model, sites, **named)
 
     @classmethod
     def from_pretrained(
@@ -86,10 +96,10 @@ class Lens:
         Raises:
             ValueError: a site it does not have, with the nearest names.
         """
-        return resolve(sites, self.model.sites, self.model.absent)
+        return resolve(sites, self.model.sites, self.model.absent, self.model.misleading_names)
 
-    def width(self, site: Site) -> int:
-        """Numbers a row of this site holds: d_model, or heads * d_head for queries, keys and values."""
+    def width(self, site: Site) -> int | None:
+        """Numbers a row of this site holds: d_model, or heads * d_head for queries, keys and values; None if unknown."""
         return width_of(self.description, site)
 
     def attach(self, sites: SiteSelection, *, gradients: bool = False, keep: str = "rows") -> Taps:
@@ -123,7 +133,7 @@ class Lens:
         max_sequences: int | None = None,
         prepend_bos: bool | None = None,
         name: str = "texts",
-    ) -> Corpus:
+    ) -> Corpus | InputCorpus:
         """Texts or token ids as sequences for this model.
 
         Args:
@@ -136,49 +146,12 @@ class Lens:
         Raises:
             ValueError: nothing to read, texts without a tokenizer, or options that token ids cannot follow.
         """
-        found = self._token_ids(texts, name)
-        if isinstance(found, Corpus):
-            if pack or prepend_bos is not None:
-                raise ValueError(
-                    "pack and prepend_bos are for texts; token ids are sequences already, so leave them out"
-                )
-            return found.limited(sequence_length, max_sequences)
-        if self.model.tokenizer is None:
-            raise ValueError(
-                "this model came without a tokenizer; pass Lens(model, tokenizer=...), or token ids instead of texts"
-            )
-        return Corpus.from_texts(
-            found,
-            self.model.tokenizer,
-            sequence_length=TEXT_WINDOW if sequence_length is None else sequence_length,
-            pack=pack,
-            max_sequences=max_sequences,
-            prepend_bos=prepend_bos,
-            name=name,
-        )
-
-    def _token_ids(self, texts: Texts, name: str) -> Corpus | str | Iterable[str]:
-        """The corpus of token ids, or the texts if texts they are; only the first item is looked at."""
-        if isinstance(texts, (Corpus, str)):
-            return texts
-        special = () if self.model.tokenizer is None else tuple(self.model.tokenizer.all_special_ids)
-        if isinstance(texts, Mapping) and "input_ids" in texts:
-            encoded: Mapping[Any, Any] = texts
-            mask = encoded.get("attention_mask")
-            return Corpus.from_tokens(torch.as_tensor(encoded["input_ids"]), mask, name=name, special_ids=special)
-        if isinstance(texts, (Mapping, os.PathLike)) or hasattr(texts, "columns"):
-            raise ValueError(
-                f"a {type(texts).__name__} is no list of texts; pass the texts themselves, for example table['text'] or "
-                "path.read_text(), or token ids"
-            )
-        if isinstance(texts, Tensor):
-            return Corpus.from_tokens(texts, name=name, special_ids=special)
-        items: Iterator[Any] = iter(texts)
-        first = next(items, None)
-        if first is None:
-            raise ValueError("no text was given; pass a string, a list of strings, or token ids")
-        whole = itertools.chain([first], items)
-        return whole if isinstance(first, str) else Corpus.from_tokens(whole, name=name, special_ids=special)  # pyright: ignore[reportArgumentType]
+        options = {"max_sequences": max_sequences, "name": name}
+        if isinstance(self.model, ModuleModel):
+            _refuse_text_options(sequence_length=sequence_length, pack=pack or None, prepend_bos=prepend_bos)
+            return InputCorpus.of(texts, **options)  # pyright: ignore[reportArgumentType]
+        options |= {"sequence_length": sequence_length, "pack": pack, "prepend_bos": prepend_bos}
+        return read_corpus(texts, self.model.tokenizer, **options)
 
     def record(
         self,
@@ -187,6 +160,8 @@ class Lens:
         *,
         gradients: bool = True,
         cross: bool = False,
+        loss: str | Loss | Callable[[Any, Any], Tensor] | None = None,
+        seed: int = 0,
         batch_size: int = 8,
         padding_side: str = "right",
         skip_first: bool = False,
@@ -197,18 +172,21 @@ class Lens:
         """Stream a whole corpus into moments, one :class:`Moments` a site; nothing else is kept.
 
         Args:
-            gradients: of the summed next-token loss, too; otherwise the passes are forward only.
+            gradients: of the summed loss, too; otherwise the passes are forward only and nothing is masked.
             cross: the cross moment of gradients and activations, too.
+            loss, seed: as in :meth:`measure`.
 
         Raises: as :func:`record_gradients`.
         """
         corpus = self.corpus(texts, **corpus_options)
-        chosen = self.resolve(sites if sites is not None else resid_post())
+        chosen = self._chosen(sites)
+        self._check_padding(padding_side)
         skips = {"skip_first": skip_first, "skip_special": skip_special}
         batches = corpus.batches(batch_size, padding_side=padding_side, pad_id=self._pad_id(), **skips)
         shown = {"progress": _progress(progress), "tokens": corpus.tokens}
         if gradients or cross:
-            return record_gradients(self.model, batches, chosen, activations=True, cross=cross, **shown).moments
+            wanted = {"loss": choose_loss(loss, self.model, seed), "activations": True, "cross": cross}
+            return record_gradients(self.model, batches, chosen, **wanted, **shown).moments
         records = record_activations(self.model, batches, chosen, **shown)
         return {site: _activations_only(site, record.moments) for site, record in records.items()}
 
@@ -220,6 +198,7 @@ class Lens:
         rank: int | float = 16,
         gradients: Sequence[str] = ("residual", "weight"),
         maps: Sequence[str] = (*ATTENTION_MAPS, *MLP_MAPS),
+        loss: str | Loss | Callable[[Any, Any], Tensor] | None = None,
         controls: int = 20,
         seed: int = 0,
         fit_site: str = "input",
@@ -249,8 +228,11 @@ class Lens:
             rank: k of the tangent proxy, or a variance share in (0, 1).
             gradients: ``residual``, ``weight``, or both.
             maps: which linear maps count for ``weight``.
+            loss: None for the one the model was trained with (next-token, or masked-token), a :class:`MaskedLoss`, or your
+                own function ``(output, batch) -> scalar``: a sum, never a mean. A masked-token loss masks the
+                sequences of both passes.
             controls: random normal subspaces to draw.
-            seed: of the split and of the controls.
+            seed: of the split, of the controls and of the masks.
             fit_site: where the proxy of a weight gradient is fitted: the map's own ``input`` (after the norm), or
                 the ``residual`` stream before it.
             center: PCA about the mean (False: about zero).
@@ -268,8 +250,10 @@ class Lens:
         """
         gradients = (gradients,) if isinstance(gradients, str) else tuple(gradients)
         maps = (maps,) if isinstance(maps, str) else tuple(maps)
+        objective = choose_loss(loss, self.model, seed)
         settings = Settings(
             rank=rank,
+            loss=objective.name,
             controls=controls,
             seed=seed,
             gradients=gradients,
@@ -287,7 +271,8 @@ class Lens:
             batch_size=batch_size,
             padding_side=padding_side,
         )
-        plan = plan_measurement(self.model, self.resolve(sites if sites is not None else resid_post()), settings)
+        self._check_padding(padding_side)
+        plan = plan_measurement(self.model, self._chosen(sites), settings)
         corpus = self.corpus(
             texts,
             sequence_length=sequence_length,
@@ -299,7 +284,7 @@ class Lens:
         fit, test = corpus.split(fit_fraction, seed)
         shown = _progress(progress)
         activations = record_activations(
-            self.model, self._batches(fit, settings), plan.fit_sites, progress=shown, tokens=fit.tokens
+            self.model, self._batches(fit, settings), plan.fit_sites, loss=objective, progress=shown, tokens=fit.tokens
         )
         proxies = fit_proxies(activations, settings)
         check_proxies(proxies)
@@ -308,6 +293,7 @@ class Lens:
             self._batches(test, settings),
             plan.residual_sites,
             plan.maps,
+            loss=objective,
             input_bases={reads: proxies[site].basis for reads, site in plan.fit_site_of.items()},
             progress=shown,
             tokens=test.tokens,
@@ -324,18 +310,31 @@ class Lens:
                 fit_rows=next(iter(activations.values())).moments.count,
                 test_rows=recorded.rows,
                 loss=recorded.loss,
+                loss_unit=objective.unit,
                 left_out=corpus.left_out,
             ),
             settings=settings,
             spaces=spaces,
             measurements=measure_gradients(recorded, proxies, plan.fit_site_of, settings, shown),
-            warnings=(*_corpus_warnings(corpus, prepend_bos), *plan.warnings, *concentration_warnings(spaces)),
-            versions=_versions(),
+            warnings=(*corpus.warnings(prepend_bos), *plan.warnings, *concentration_warnings(spaces)),
+            versions=library_versions(),
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             subspaces={site.name: proxy for site, proxy in proxies.items()},
         )
 
-    def _batches(self, corpus: Corpus, settings: Settings):
+    def _chosen(self, sites: SiteSelection | None) -> tuple[Site, ...]:
+        if sites is None:
+            return self.model.sites if isinstance(self.model, ModuleModel) else self.resolve(resid_post())
+        return self.resolve(sites)
+
+    def _check_padding(self, side: str) -> None:
+        if side in ("left", "right") and side not in self.model.padding_sides:
+            raise ValueError(
+                f"padding_side {side!r}: {self.description.library} gives other numbers, or none, to sequences padded there; "
+                f"use {self.model.padding_sides[0]!r}, which changes no result"
+            )
+
+    def _batches(self, corpus: Corpus | InputCorpus, settings: Settings):
         return corpus.batches(
             settings.batch_size,
             padding_side=settings.padding_side,
@@ -372,22 +371,9 @@ def _activations_only(site: Site, activations: Any) -> Moments:
     return moments
 
 
-def _corpus_warnings(corpus: Corpus, prepend_bos: bool | None) -> tuple[str, ...]:
-    if not corpus.begins_with or prepend_bos is not None:
-        return corpus.left_out
-    return (
-        *corpus.left_out,
-        f"every sequence begins with the special token {corpus.begins_with!r}, the beginning-of-text token this tokenizer "
-        "sets by itself (the tokenizer of a TransformerBridge always does); prepend_bos=False leaves it out",
-    )
-
-
-def _versions() -> dict[str, str]:
-    names = ("tangent-lens", "torch", "transformers", "transformer-lens", "numpy")
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+def _refuse_text_options(**options: Any) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: these cut texts into windows; your module is called with your batches as they are"
+        )

@@ -23,6 +23,8 @@ LAYER_KINDS = (
     "resid_post",
 )
 KINDS = ("embedding", *LAYER_KINDS)
+# A place in a module that is no transformer known here; the person gives it its name.
+NAMED = "named"
 
 _TRANSFORMER_LENS_NAMES = {
     "hook_resid_pre": "resid_pre",
@@ -53,25 +55,35 @@ _AMBIGUOUS_NAMES = {
 
 @dataclass(frozen=True)
 class Site:
-    """One place in one model: a kind and, except for ``embedding``, a layer counted from 0."""
+    """One place in one model: a kind and, except for ``embedding``, a layer counted from 0.
+
+    In a module of unknown structure, kind is ``named`` and ``label`` is the name the person gave the place.
+    """
 
     kind: str
     layer: int | None = None
+    label: str = ""
 
     def __post_init__(self) -> None:
+        if (self.kind == NAMED) != bool(self.label):
+            raise ValueError(f"{self.kind!r} with label {self.label!r}: named sites have a label, and only they")
+        if self.kind == NAMED:
+            return
         _check_kind(self.kind)
         if (self.layer is None) != (self.kind == "embedding"):
             raise ValueError(f"{self.kind!r} with layer {self.layer}: every kind but embedding has a layer")
 
     @property
     def name(self) -> str:
-        """``resid_post.3``, or ``embedding``."""
+        """``resid_post.3``, ``embedding``, or the label of a named site."""
+        if self.label:
+            return self.label
         return self.kind if self.layer is None else f"{self.kind}.{self.layer}"
 
     @property
     def order(self) -> tuple[int, int]:
         """Sorts sites as a forward pass meets them."""
-        return (-1 if self.layer is None else self.layer, KINDS.index(self.kind))
+        return (-1 if self.layer is None else self.layer, 0 if self.label else KINDS.index(self.kind))
 
     def __str__(self) -> str:
         return self.name
@@ -153,34 +165,55 @@ def parse(text: str) -> SitePattern:
 
 
 def resolve(
-    selection: SiteSelection, available: Sequence[Site], absent: Mapping[str, str] | None = None
+    selection: SiteSelection,
+    available: Sequence[Site],
+    absent: Mapping[str, str] | None = None,
+    misleading_names: Mapping[str, str] | None = None,
 ) -> tuple[Site, ...]:
     """The sites of a model that a selection names, each once, in the order of the forward pass.
 
     Args:
         selection: a name, a Site, a pattern, or any iterable of these.
         available: every site that the model has.
-        absent: for kinds that the model lacks, the reason in a sentence.
+        absent: for kinds, or single sites, that the model lacks, the reason in a sentence.
+        misleading_names: TransformerLens names that mean another tensor in this model, and what to write instead.
 
     Raises:
-        ValueError: nothing selected, or a layer or kind that the model does not have (with the nearest names).
+        ValueError: nothing selected, a name that would mislead, or a layer or kind that the model does not have (with the
+            nearest names).
     """
     parts = [selection] if isinstance(selection, (str, Site, SitePattern)) else list(selection)
+    words = [word for part in parts for word in (part.split(",") if isinstance(part, str) else [part])]
+    named = {site.label: site for site in available if site.label}
     found: set[Site] = set()
-    for part in parts:
-        if isinstance(part, str):
-            for word in part.split(","):
-                found.update(_matches(parse(word), available, absent or {}))
-        else:
-            pattern = (
-                SitePattern(part.kind, None if part.layer is None else (part.layer,))
-                if isinstance(part, Site)
-                else part
-            )
-            found.update(_matches(pattern, available, absent or {}))
+    for word in words:
+        if named:
+            found.update(_named(word, named))
+            continue
+        if isinstance(word, str):
+            _refuse_misleading(word, misleading_names or {})
+            word = parse(word)
+        elif isinstance(word, Site):
+            word = SitePattern(word.kind, None if word.layer is None else (word.layer,))
+        found.update(_matches(word, available, absent or {}))
     if not found:
         raise ValueError("no site selected; name at least one, for example resid_post.*")
-    return tuple(sorted(found, key=lambda site: site.order))
+    return tuple(site for site in available if site in found)
+
+
+def _named(word: str | Site | SitePattern, named: Mapping[str, Site]) -> list[Site]:
+    name = str(word).strip()
+    if name == "*":
+        return list(named.values())
+    if name not in named:
+        raise ValueError(f"{name!r} is no site of this module; the sites you named: {_listed(list(named))}")
+    return [named[name]]
+
+
+def _refuse_misleading(name: str, misleading_names: Mapping[str, str]) -> None:
+    hook = re.fullmatch(r"blocks\.(\d+|\*)\.(.+)", name.strip())
+    if hook and hook[2] in misleading_names:
+        raise ValueError(f"{name!r}: {misleading_names[hook[2]]}")
 
 
 def _matches(pattern: SitePattern, available: Sequence[Site], absent: Mapping[str, str]) -> list[Site]:
@@ -196,14 +229,16 @@ def _matches(pattern: SitePattern, available: Sequence[Site], absent: Mapping[st
         if not chosen:
             raise ValueError(f"{pattern} selects no layer of this model, which has {_layer_range(of_kind)}")
         return chosen
-    return [_at_layer(pattern.kind, layer, of_kind) for layer in pattern.layers]
+    return [_at_layer(pattern.kind, layer, of_kind, absent) for layer in pattern.layers]
 
 
-def _at_layer(kind: str, layer: int, of_kind: Sequence[Site]) -> Site:
+def _at_layer(kind: str, layer: int, of_kind: Sequence[Site], absent: Mapping[str, str]) -> Site:
     by_layer = {site.layer: site for site in of_kind}
     wanted = layer if layer >= 0 else layer + 1 + max(known for known in by_layer if known is not None)
     if wanted in by_layer:
         return by_layer[wanted]
+    if f"{kind}.{wanted}" in absent:
+        raise ValueError(f"this model has no {kind}.{wanted}: {absent[f'{kind}.{wanted}']}")
     nearest = sorted(of_kind, key=lambda site: abs((site.layer or 0) - wanted))[:2]
     raise ValueError(
         f"{kind}.{layer} is not in this model, which has {_layer_range(of_kind)}; "

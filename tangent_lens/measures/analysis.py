@@ -38,8 +38,7 @@ class _Proxy:
 def summarise_space(site: Site, record: ActivationRecord, tangent: Subspace) -> Space:
     """The shape of one site's activations on the fit split."""
     covariance = record.moments.covariance()
-    shares = record.positions.shares(record.moments)
-    top = int(shares.argmax())
+    top, top_share, top_rows = _top_position(record)
     return Space(
         site=site.name,
         layer=site.layer,
@@ -48,9 +47,18 @@ def summarise_space(site: Site, record: ActivationRecord, tangent: Subspace) -> 
         iso_score=iso_score(covariance),
         spectrum=spectrum_of(covariance),
         top_position=top,
-        top_position_share=float(shares[top]),
-        top_position_rows=float(record.positions.count[top] / record.moments.count),
+        top_position_share=top_share,
+        top_position_rows=top_rows,
     )
+
+
+def _top_position(record: ActivationRecord) -> tuple[int, float, float]:
+    """The early position that holds most of the variance, its share of it, and its share of the rows."""
+    if record.positions is None:
+        return 0, 0.0, 1.0
+    shares = record.positions.shares(record.moments)
+    top = int(shares.argmax())
+    return top, float(shares[top]), float(record.positions.count[top] / record.moments.count)
 
 
 def fit_proxies(records: Mapping[Site, ActivationRecord], settings: Settings) -> dict[Site, Subspace]:
@@ -156,7 +164,7 @@ def concentration_warnings(spaces: Sequence[Space]) -> tuple[str, ...]:
     """Sentences where one position or one dimension holds most of a site's variance (massive activations)."""
     positions, dimensions = {}, {}
     for space in spaces:
-        kind = space.site.split(".")[0]
+        kind = space.site if space.layer is None else space.site.split(".")[0]
         # In very short sequences one position holds many of the rows by itself; that is no concentration.
         if space.top_position_share > max(_MOST, 5 * space.top_position_rows):
             positions.setdefault((kind, space.top_position), []).append((space.layer, space.top_position_share))
@@ -165,12 +173,12 @@ def concentration_warnings(spaces: Sequence[Space]) -> tuple[str, ...]:
                 (space.layer, space.spectrum.top_share)
             )
     sentences = [
-        f"massive activations: position {position} holds {_shares(found)} of the variance at {kind}, {_layers(found)}"
+        f"massive activations: position {position} holds {_shares(found)} of the variance at {kind}{_layers(found)}"
         + ("; skip_first=True leaves the first position out" if position == 0 else "")
         for (kind, position), found in positions.items()
     ]
     sentences += [
-        f"massive activations: dimension {dimension} holds {_shares(found)} of the variance at {kind}, {_layers(found)}"
+        f"massive activations: dimension {dimension} holds {_shares(found)} of the variance at {kind}{_layers(found)}"
         for (kind, dimension), found in dimensions.items()
     ]
     return tuple(sentences)
@@ -184,10 +192,10 @@ def _shares(found: Sequence[tuple[int | None, float]]) -> str:
 def _layers(found: Sequence[tuple[int | None, float]]) -> str:
     layers = sorted(layer for layer, _ in found if layer is not None)
     if not layers:
-        return "before the first layer"
+        return ""
     runs, start = [], layers[0]
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         if following != layer + 1:
             runs.append(f"{start}" if start == layer else f"{start} to {layer}")
             start = following
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(runs)}"
+    return f", layer{'s' if len(layers) > 1 else ''} {', '.join(runs)}"

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tangent_lens.measures.report import Settings
-from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Model, ModelDescription
+from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Model, width_of
+from tangent_lens.models.quantisation import EIGHT_BIT
 from tangent_lens.sites import Site
 from tangent_lens.subspaces.controls import check_normal_controls_fit
 from tangent_lens.subspaces.fits import check_rank
@@ -33,7 +34,8 @@ class Plan:
     @property
     def fit_sites(self) -> list[Site]:
         """Every site at which a proxy is fitted, in the order of the forward pass."""
-        return sorted({*self.residual_sites, *self.fit_site_of.values()}, key=lambda site: site.order)
+        wanted = dict.fromkeys([*self.residual_sites, *self.fit_site_of.values()])
+        return sorted(wanted, key=lambda site: site.order)
 
 
 def plan_measurement(model: Model, sites: Sequence[Site], settings: Settings) -> Plan:
@@ -47,15 +49,21 @@ def plan_measurement(model: Model, sites: Sequence[Site], settings: Settings) ->
     places = ", ".join(site.name for site in sites)
     if settings.gradients == ("weight",) and not maps:
         raise ValueError(f"no linear map reads {places}, so it has no weight gradient")
-    warnings = ()
-    if "weight" in settings.gradients and not maps:
+    warnings = _absent_maps(model, settings) if "weight" in settings.gradients and model.maps else ()
+    if "weight" in settings.gradients and model.maps and not maps:
         asked = ", ".join(settings.maps)
         warnings = (f"no weight gradient was measured: none of the linear maps asked for ({asked}) reads {places}",)
+    if EIGHT_BIT in model.description.dtype:
+        warnings = (
+            *warnings,
+            "8-bit weights: outlier columns are chosen over a whole batch, so numbers depend on batch_size",
+        )
     fit_site_of = {one.reads: _fit_site(model, one.reads, settings.fit_site) for one in maps}
     plan = Plan(tuple(sites) if "residual" in settings.gradients else (), maps, fit_site_of, warnings)
     if check_rank(settings.rank) >= 1:
-        widths = (width_of(model.description, site) for site in plan.fit_sites)
-        check_normal_controls_fit(int(settings.rank), min(widths))
+        widths = [width_of(model.description, site) for site in plan.fit_sites]
+        for width in filter(None, widths):
+            check_normal_controls_fit(int(settings.rank), width)
     return plan
 
 
@@ -71,12 +79,6 @@ def check_proxies(proxies: Mapping[Site, Subspace]) -> None:
                 f"{site}: the share asked for needs rank {proxy.rank}, and a normal control needs 2*rank <= d = {proxy.d}; "
                 "ask for a smaller share, or a rank"
             )
-
-
-def width_of(shape: ModelDescription, site: Site) -> int:
-    """Numbers a row of this site holds: d_model, or heads * d_head for queries, keys and values."""
-    heads = {"query": shape.n_heads, "key": shape.n_key_value_heads, "value": shape.n_key_value_heads}
-    return heads[site.kind] * shape.d_head if site.kind in heads else shape.d_model
 
 
 def _check_settings(settings: Settings) -> None:
@@ -105,6 +107,12 @@ def _maps_beside_sites(model: Model, sites: Sequence[Site], kinds: Sequence[str]
     return tuple(one for one in model.maps if (one.layer, one.kind) in wanted)
 
 
+def _absent_maps(model: Model, settings: Settings) -> tuple[str, ...]:
+    missing = [kind for kind in settings.maps if kind in model.absent]
+    reasons = dict.fromkeys(model.absent[kind] for kind in missing)
+    return tuple(f"no weight gradient of {', '.join(missing)} was measured: {reason}" for reason in reasons)
+
+
 def _kinds_beside(site_kind: str) -> tuple[str, ...]:
     if site_kind == "embedding":
         return ()
@@ -115,6 +123,8 @@ def _kinds_beside(site_kind: str) -> tuple[str, ...]:
 
 def _fit_site(model: Model, reads: Site, where: str) -> Site:
     if where == "input":
+        return reads
+    if reads.kind in ("resid_pre", "resid_mid"):
         return reads
     between = reads.kind == "mlp_input" and "resid_mid" not in model.absent
     return Site("resid_mid" if between else "resid_pre", reads.layer)

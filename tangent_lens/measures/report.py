@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from tangent_lens.measures.energy import EnergyTest
@@ -30,6 +31,7 @@ class Settings:
     seed: int = 0
     gradients: tuple[str, ...] = ("residual", "weight")
     maps: tuple[str, ...] = (*ATTENTION_MAPS, *MLP_MAPS)
+    loss: str = "next-token"
     fit_site: str = "input"
     center: bool = True
     shrinkage: float = 0.0
@@ -50,7 +52,7 @@ class CorpusDescription:
 
     Attributes:
         fit_rows: rows behind each subspace; test_rows: rows behind each gradient.
-        loss: mean next-token loss on the test sequences, in nats.
+        loss: mean loss on the test sequences, in nats, over each ``loss_unit`` (token, masked token, sequence).
     """
 
     name: str
@@ -62,6 +64,7 @@ class CorpusDescription:
     test_rows: int
     loss: float
     left_out: tuple[str, ...] = ()
+    loss_unit: str = "token"
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,17 @@ class MapsView(Shown):
     """A report seen map by map; it shows itself as a table."""
 
     report: Report
+
+
+def library_versions() -> dict[str, str]:
+    """Of the libraries whose version can change a number."""
+    found = {}
+    for name in ("tangent-lens", "torch", "transformers", "transformer-lens", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def flat_row(measurement: Measurement) -> dict[str, Any]:

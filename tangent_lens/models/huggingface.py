@@ -1,10 +1,9 @@
-"""A plain HuggingFace causal language model."""
+"""A plain HuggingFace model: decoder or encoder, with or without a language-model head."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,17 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tangent_lens.models.families import (
+    FAMILIES,
+    MIXTURE,
+    PARALLEL,
+    READS_THE_STREAM,
+    SCALED_LATER,
+    Family,
+    part_at,
+    positions_of,
+)
+from tangent_lens.models.placement import input_device
 from tangent_lens.models.protocol import (
     ATTENTION_MAPS,
     MLP_MAPS,
@@ -20,81 +30,10 @@ from tangent_lens.models.protocol import (
     ModelDescription,
     TapPoint,
     UnsupportedModel,
+    width_of,
 )
+from tangent_lens.models.quantisation import parameter_count, precision_of
 from tangent_lens.sites import LAYER_KINDS, Site
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a family of architectures keeps its parts; paths are relative to a block.
-
-    Attributes:
-        blocks: path of the list of blocks in the model.
-        query, key, value: the maps; all three the same path where they are fused.
-        mlp_in, mlp_gate: the MLP's first maps; ``mlp_gate`` is "" where there is none.
-        resid_mid: the module whose input is the residual stream between attention and MLP.
-        parallel: config attribute that, when true, runs attention and MLP side by side (no resid_mid).
-        learned_positions: whether a sequence longer than the position table cannot run.
-        fused_columns: for fused maps, which output columns are queries, keys, values.
-    """
-
-    blocks: str
-    query: str
-    key: str
-    value: str
-    mlp_in: str
-    mlp_gate: str
-    resid_mid: str
-    parallel: str = ""
-    learned_positions: bool = False
-    fused_columns: Callable[[Any], dict[str, Tensor]] | None = None
-
-
-def _interleaved_by_head(config: Any) -> dict[str, Tensor]:
-    """GPT-NeoX: for each head its query, key and value follow one another."""
-    heads, width = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    columns = torch.arange(3 * config.hidden_size).view(heads, 3, width)
-    return {kind: columns[:, place].flatten() for place, kind in enumerate(("query", "key", "value"))}
-
-
-def _one_after_another(config: Any) -> dict[str, Tensor]:
-    """GPT-2: all queries, then all keys, then all values."""
-    columns = torch.arange(3 * config.hidden_size).view(3, config.hidden_size)
-    return {kind: columns[place] for place, kind in enumerate(("query", "key", "value"))}
-
-
-_LLAMA = Family(
-    blocks="model.layers",
-    query="self_attn.q_proj",
-    key="self_attn.k_proj",
-    value="self_attn.v_proj",
-    mlp_in="mlp.up_proj",
-    mlp_gate="mlp.gate_proj",
-    resid_mid="post_attention_layernorm",
-)
-_GPT_NEOX = Family(
-    blocks="gpt_neox.layers",
-    query="attention.query_key_value",
-    key="attention.query_key_value",
-    value="attention.query_key_value",
-    mlp_in="mlp.dense_h_to_4h",
-    mlp_gate="",
-    resid_mid="post_attention_layernorm",
-    parallel="use_parallel_residual",
-    fused_columns=_interleaved_by_head,
-)
-_GPT2 = Family(
-    blocks="transformer.h",
-    query="attn.c_attn",
-    key="attn.c_attn",
-    value="attn.c_attn",
-    mlp_in="mlp.c_fc",
-    mlp_gate="",
-    resid_mid="ln_2",
-    learned_positions=True,
-    fused_columns=_one_after_another,
-)
-FAMILIES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "gpt_neox": _GPT_NEOX, "gpt2": _GPT2}
 
 
 class HuggingFaceModel:
@@ -104,35 +43,30 @@ class HuggingFaceModel:
         UnsupportedModel: an architecture whose sites are not known here.
     """
 
+    misleading_names: Mapping[str, str] = {}
+    padding_sides: tuple[str, ...] = ("right", "left")
+
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None, revision: str | None = None
     ) -> None:
-        config: Any = model.config
-        if config.model_type not in FAMILIES:
-            raise UnsupportedModel(
-                f"the sites of a HuggingFace {config.model_type!r} model are not known; "
-                f"supported: {', '.join(sorted(FAMILIES))}"
-            )
-        if model.get_output_embeddings() is None:
-            raise UnsupportedModel(
-                f"{type(model).__name__} has no language-model head, so it has no loss; load it with AutoModelForCausalLM"
-            )
         self.module: nn.Module = model
-        self._model = model
         self.tokenizer = tokenizer
-        self._family = FAMILIES[config.model_type]
+        self._model = model
+        self._family = family_of(model)
         self._name = name or model.name_or_path or type(model).__name__
-        self._revision = revision or getattr(config, "_commit_hash", None) or "unknown"
-        self._blocks: list[Any] = list(_at(model, self._family.blocks))
+        self._revision = revision or getattr(model.config, "_commit_hash", None) or "unknown"
+        self._body = base = _body_of(model, self._family)
+        self._blocks: list[Any] = list(part_at(base, self._family.blocks))
+        self._prefix = ".".join(filter(None, (_name_of(model, base), self._family.blocks)))
         columns = self._family.fused_columns
-        self._columns: dict[str, Tensor] = columns(config) if columns else {}
-        self.absent = self._absent()
-        self.longest_sequence: int | None = longest_sequence(config)
-        kinds = [kind for kind in LAYER_KINDS if kind not in self.absent]
-        layers = range(len(self._blocks))
-        self.sites = (Site("embedding"), *(Site(kind, layer) for layer in layers for kind in kinds))
-        self.maps = tuple(linear_map for layer in layers for linear_map in self._maps_of(layer))
-        self._forward_arguments = set(inspect.signature(model.forward).parameters)
+        self._columns: dict[str, Tensor] = columns(model.config) if columns else {}
+        self.objective = objective_of(model)
+        self.longest_sequence: int | None = self._family.longest_sequence(model.config)
+        self.absent: Mapping[str, str]
+        self.absent, self.sites = sites_of(self._family, model, self._blocks)
+        self._shape = self.description
+        self.maps = tuple(one for layer in range(len(self._blocks)) for one in self._maps_of(layer))
+        self._accepted = {part: set(inspect.signature(part.forward).parameters) for part in (model, base)}
 
     @property
     def description(self) -> ModelDescription:
@@ -145,69 +79,128 @@ class HuggingFaceModel:
             weights="as stored",
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where its token ids must lie."""
+        return input_device(self.module)
+
     def tap_point(self, site: Site) -> TapPoint:
         """Where the tensor of a site passes."""
         if site.layer is None:
-            return self.embedding_point()
-        family = self._family
+            return self.gradient_starts()[0]
+        family, block, width = self._family, self._blocks[site.layer], width_of(self._shape, site)
         if site.kind == "resid_pre":
-            return self._point(site.layer, "", "input")
+            return self._point(site.layer, "", "input", width=width)
         if site.kind == "resid_post":
-            return self._point(site.layer, "", "output")
+            return self._point(site.layer, "", "output", width=width)
         if site.kind == "resid_mid":
-            return self._point(site.layer, family.resid_mid, "input")
+            return self._point(site.layer, *family.resid_mid, width=width)
         if site.kind == "attention_input":
-            return self._point(site.layer, family.query, "input")
+            return self._point(site.layer, family.query, "input", width=width)
         if site.kind == "mlp_input":
-            return self._point(site.layer, family.mlp_in, "input")
-        return self._point(site.layer, getattr(family, site.kind), "output", self._columns.get(site.kind))
+            return self._point(site.layer, family.mixture_of(block) or family.mlp_in, "input", width=width)
+        columns = self._columns.get(site.kind)
+        return self._point(site.layer, getattr(family, site.kind), "output", columns, width)
 
-    def embedding_point(self) -> TapPoint:
+    def gradient_starts(self) -> tuple[TapPoint, ...]:
         """The output of the token embedding."""
         embedding = self._model.get_input_embeddings()
-        return TapPoint(embedding, "output", _name_of(self.module, embedding))
+        return (TapPoint(embedding, "output", _name_of(self.module, embedding)),)
 
-    def logits(self, batch: Batch) -> Tensor:
-        """Run the model and return the logits (batch, position, vocabulary)."""
-        return self._model(**self._arguments(batch)).logits
+    def run(self, batch: Batch) -> Any:
+        """Run the model and return its output object."""
+        return self._model(**self._arguments(batch, self._model))
 
     def run_without_logits(self, batch: Batch) -> None:
         """Run the body of the model only."""
-        self._model.base_model(**self._arguments(batch))
+        self._body(**self._arguments(batch, self._body))
 
-    def _arguments(self, batch: Batch) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
+    def _arguments(self, batch: Batch, part: Any) -> dict[str, Any]:
+        """What a batch means to the whole model or to its body."""
+        arguments: dict[str, Any] = {"input_ids": batch.tokens}
+        accepted = self._accepted[part]
+        if "use_cache" in accepted:
+            arguments["use_cache"] = False
         if batch.padded:
             arguments["attention_mask"] = batch.attention_mask.long()
-            if "position_ids" in self._forward_arguments:
-                arguments["position_ids"] = batch.positions
+        # RoBERTa guesses positions from the tokens that are not padding: another guess wherever a text holds that token.
+        if "position_ids" in accepted and (batch.padded or self._family.positions_after_padding):
+            arguments["position_ids"] = positions_of(self._family, self._model.config, batch)
         return arguments
 
-    def _point(self, layer: int, path: str, side: Any, columns: Tensor | None = None) -> TapPoint:
-        module = _at(self._blocks[layer], path) if path else self._blocks[layer]
-        name = f"{self._family.blocks}.{layer}" + (f".{path}" if path else "")
-        return TapPoint(module, side, name, columns)
+    def _point(
+        self, layer: int, path: str, side: Any, columns: Tensor | None = None, width: int | None = None
+    ) -> TapPoint:
+        module = part_at(self._blocks[layer], path) if path else self._blocks[layer]
+        name = f"{self._prefix}.{layer}" + (f".{path}" if path else "")
+        return TapPoint(module, side, name, columns, width=width)
 
     def _maps_of(self, layer: int) -> list[LinearMap]:
         family, maps = self._family, []
-        for kind in (*ATTENTION_MAPS, *MLP_MAPS):
+        kinds = ATTENTION_MAPS if family.mixture_of(self._blocks[layer]) else (*ATTENTION_MAPS, *MLP_MAPS)
+        for kind in kinds:
             path = getattr(family, kind)
             if path:
-                reads = Site("attention_input" if kind in ATTENTION_MAPS else "mlp_input", layer)
+                reads = reads_of(family, self._blocks[layer], kind, layer)
                 output = self._point(layer, path, "output", self._columns.get(kind))
                 maps.append(LinearMap(kind, layer, reads, (self._point(layer, path, "input"),), output))
         return maps
 
-    def _absent(self) -> dict[str, str]:
-        family = self._family
-        if family.parallel and getattr(self._model.config, family.parallel):
-            return {"resid_mid": "its attention and MLP read the same residual stream side by side"}
-        return {}
+
+def family_of(model: PreTrainedModel) -> Family:
+    """The family of a HuggingFace model.
+
+    Raises:
+        UnsupportedModel: an architecture whose sites are not known here.
+    """
+    config: Any = model.config
+    if config.model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"the sites of a HuggingFace {config.model_type!r} model are not known; "
+            f"supported: {', '.join(sorted(FAMILIES))}. Any module can be measured at places that you name: "
+            "Lens(model, sites={'middle': 'path.of.submodule'})"
+        )
+    if getattr(config, "add_cross_attention", False) or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{type(model).__name__} attends to a second model, and such blocks are not known here")
+    return FAMILIES[config.model_type]
 
 
-def longest_sequence(config: Any) -> int | None:
-    """Where the learned positions of a known architecture end; None for rotary ones."""
-    return config.max_position_embeddings if FAMILIES[config.model_type].learned_positions else None
+def objective_of(model: PreTrainedModel) -> str:
+    """What a model's own head is for: ``causal``, ``masked``, or ``""`` without a language-model head."""
+    if model.get_output_embeddings() is None:
+        return ""
+    decodes = getattr(model.config, "is_decoder", False)
+    return "masked" if FAMILIES[model.config.model_type].encoder and not decodes else "causal"
+
+
+def sites_of(family: Family, model: Any, blocks: Sequence[Any]) -> tuple[dict[str, str], tuple[Site, ...]]:
+    """What a model of a family lacks, and why; and every site it has."""
+    absent: dict[str, str] = {}
+    # transformers 5 scales inside the embedding module, transformers 4 after it.
+    if family.scaled_embedding and not hasattr(model.get_input_embeddings(), "embed_scale"):
+        absent["embedding"] = SCALED_LATER
+    if family.is_parallel(model.config):
+        absent["resid_mid"] = PARALLEL
+    streaming = [layer for layer, block in enumerate(blocks) if family.reads_the_stream(block)]
+    if not family.attention_norm:
+        absent |= {"attention_input": READS_THE_STREAM.format(stream="resid_pre")}
+        absent |= {"mlp_input": READS_THE_STREAM.format(stream="resid_mid")}
+    else:
+        stream = READS_THE_STREAM.format(stream="resid_pre")
+        absent |= {f"attention_input.{layer}": stream for layer in streaming}
+    mixtures = [bool(family.mixture_of(block)) for block in blocks]
+    if any(mixtures):
+        of = "" if all(mixtures) else f" (layers {', '.join(str(i) for i, mixed in enumerate(mixtures) if mixed)})"
+        absent |= dict.fromkeys(MLP_MAPS, MIXTURE + of)
+    every = [Site("embedding"), *(Site(kind, layer) for layer in range(len(blocks)) for kind in LAYER_KINDS)]
+    return absent, tuple(site for site in every if not {site.kind, site.name} & absent.keys())
+
+
+def reads_of(family: Family, block: nn.Module, kind: str, layer: int) -> Site:
+    """The site whose rows a map reads."""
+    if kind in ATTENTION_MAPS:
+        return Site("resid_pre" if family.reads_the_stream(block) else "attention_input", layer)
+    return Site("mlp_input" if family.attention_norm else "resid_mid", layer)
 
 
 def describe(model: nn.Module, *, name: str, revision: str, library: str, weights: str) -> ModelDescription:
@@ -220,8 +213,8 @@ def describe(model: nn.Module, *, name: str, revision: str, library: str, weight
         library=library,
         architecture=type(model).__name__,
         weights=weights,
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        dtype=precision_of(model),
+        parameters=parameter_count(model),
         n_layers=config.num_hidden_layers,
         d_model=config.hidden_size,
         n_heads=heads,
@@ -231,10 +224,10 @@ def describe(model: nn.Module, *, name: str, revision: str, library: str, weight
     )
 
 
-def _at(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
+def _body_of(model: Any, family: Family) -> Any:
+    """The model without its head. Some classes (Gemma 3 in transformers 4) name it by a prefix that is not there."""
+    first = family.blocks.split(".")[0]
+    return next((part for part in (model.base_model, getattr(model, "model", None)) if hasattr(part, first)), model)
 
 
 def _name_of(root: nn.Module, wanted: nn.Module) -> str:

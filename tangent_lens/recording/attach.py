@@ -192,6 +192,10 @@ class HostHook:
     """
 
     def __init__(self, site: Site, point: TapPoint, *, gradients: bool, keep: str) -> None:
+        if not point.hookable:
+            raise ValueError(
+                f"{site} is no hook point of this library ({point.name} is a module); tap it with lens.attach({site.name!r})"
+            )
         self.site = site
         self.name = point.name
         self._point = point

@@ -114,6 +114,20 @@ class Corpus:
         left_out = (f"{short} sequences of fewer than 2 tokens left out: they have no next token",) if short else ()
         return cls(sequences, name, special_ids, left_out)
 
+    def warnings(self, prepend_bos: bool | None) -> tuple[str, ...]:
+        """Sentences on what a reader may not expect of the sequences.
+
+        Args:
+            prepend_bos: what the person asked for; None leaves it to the tokenizer.
+        """
+        if not self.begins_with or prepend_bos is not None:
+            return self.left_out
+        return (
+            *self.left_out,
+            f"every sequence begins with the special token {self.begins_with!r}, the beginning-of-text token this tokenizer "
+            "sets by itself (the tokenizer of a TransformerLens model always does); prepend_bos=False leaves it out",
+        )
+
     def limited(self, sequence_length: int | None = None, max_sequences: int | None = None) -> Corpus:
         """The same sequences, cut into windows of at most ``sequence_length`` tokens, and no more than ``max_sequences``.
 
@@ -140,16 +154,9 @@ class Corpus:
         Raises:
             ValueError: a fraction outside (0, 1), or too few sequences for two parts.
         """
-        if not 0 < fit_fraction < 1:
-            raise ValueError(f"fit_fraction {fit_fraction} must lie between 0 and 1, for example 0.5")
-        total = len(self.sequences)
-        if total < 2:
-            raise ValueError(
-                f"{total} sequence cannot be split into fit and test; give more text or a shorter sequence_length"
-            )
-        fitted = min(max(round(total * fit_fraction), 1), total - 1)
-        order = np.random.default_rng(seed).permutation(total)
-        parts = (sorted(order[:fitted].tolist()), sorted(order[fitted:].tolist()))
+        parts = split_places(
+            len(self.sequences), fit_fraction, seed, "sequence", "give more text or a shorter sequence_length"
+        )
         fit, test = (tuple(self.sequences[index] for index in part) for part in parts)
         return replace(self, sequences=fit), replace(self, sequences=test)
 
@@ -182,6 +189,21 @@ class Corpus:
         ordered = sorted(self.sequences, key=len, reverse=True)
         cuts = (ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size))
         return (_pad(cut, padding_side, pad_id, skip_first, skipped) for cut in cuts)
+
+
+def split_places(total: int, fit_fraction: float, seed: int, what: str, way_out: str) -> tuple[list[int], list[int]]:
+    """Which of ``total`` places are fitted on and which are tested on, chosen by the seed alone.
+
+    Raises:
+        ValueError: a fraction outside (0, 1), or fewer than two places.
+    """
+    if not 0 < fit_fraction < 1:
+        raise ValueError(f"fit_fraction {fit_fraction} must lie between 0 and 1, for example 0.5")
+    if total < 2:
+        raise ValueError(f"{total} {what} cannot be split into fit and test; {way_out}")
+    fitted = min(max(round(total * fit_fraction), 1), total - 1)
+    order = np.random.default_rng(seed).permutation(total)
+    return sorted(order[:fitted].tolist()), sorted(order[fitted:].tolist())
 
 
 def reference_prose() -> list[str]:

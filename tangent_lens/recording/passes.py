@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tangent_lens.models.protocol import Batch, LinearMap, Model, TapPoint
+from tangent_lens.models.protocol import LinearMap, Model, TapPoint
 from tangent_lens.models.state import evaluation_mode, frozen_parameters
 from tangent_lens.progress import NoProgress, Progress
-from tangent_lens.recording.losses import causal_loss_sum
+from tangent_lens.recording.losses import CausalLoss, Loss
 from tangent_lens.recording.moments import Moments, ProjectedSums, SecondMoments
 from tangent_lens.recording.receivers import (
     InputReceiver,
@@ -29,10 +30,10 @@ from tangent_lens.sites import Site
 
 @dataclass(frozen=True)
 class ActivationRecord:
-    """What the forward pass leaves of one site."""
+    """What the forward pass leaves of one site; ``positions`` is None where rows have no place in a sequence."""
 
     moments: SecondMoments
-    positions: PositionVariance
+    positions: PositionVariance | None
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class GradientRecord:
         moments: moments of the gradient rows (and of the activations, if asked), by site.
         inputs: sums of the input rows of the maps, by site.
         weights: one weight gradient a map.
-        loss: mean next-token loss in nats.
-        targets: number of tokens predicted.
+        loss: mean loss a target: a token predicted, or a sequence where the loss is a function of a person's own.
+        targets: number of targets.
     """
 
     moments: dict[Site, Moments]
@@ -61,12 +62,19 @@ class GradientRecord:
 
 
 def record_activations(
-    model: Model, batches: Iterable[Batch], sites: Sequence[Site], *, progress: Progress | None = None, tokens: int = 0
+    model: Model,
+    batches: Iterable[Any],
+    sites: Sequence[Site],
+    *,
+    loss: Loss | None = None,
+    progress: Progress | None = None,
+    tokens: int = 0,
 ) -> dict[Site, ActivationRecord]:
     """Stream activations of these sites into moments, without gradients.
 
     Args:
         batches: read once.
+        loss: that prepares the batches as it does for gradients (a masked-token loss masks); None leaves them as they are.
         tokens: how many tokens the batches hold, for the progress display.
 
     Raises:
@@ -76,40 +84,42 @@ def record_activations(
     """
     selection = Selection()
     receivers = [MomentsReceiver(site, selection, watch_positions=True) for site in sites]
+    prepare = loss.prepare if loss is not None else None
     passes = 0
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model.module))
         stack.enter_context(torch.no_grad())
         for receiver in receivers:
             stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
-        for batch in _passing(batches, selection, model, "activations", tokens, progress):
+        for batch in _passing(batches, selection, model, "activations", tokens, progress, prepare):
             model.run_without_logits(batch)
             passes += 1
             _check_fired(receivers, passes)
     _check_any_kept(receivers)
     return {
-        receiver.site: ActivationRecord(receiver.result().activations, receiver.positions or PositionVariance(1))
-        for receiver in receivers
+        receiver.site: ActivationRecord(receiver.result().activations, receiver.positions) for receiver in receivers
     }
 
 
 def record_gradients(
     model: Model,
-    batches: Iterable[Batch],
+    batches: Iterable[Any],
     sites: Sequence[Site] = (),
     maps: Sequence[LinearMap] = (),
     *,
+    loss: Loss | None = None,
     activations: bool = False,
     cross: bool = False,
     input_bases: Mapping[Site, Tensor] | None = None,
     progress: Progress | None = None,
     tokens: int = 0,
 ) -> GradientRecord:
-    """Stream gradients of the summed causal loss at these sites, and the weight gradients of these maps.
+    """Stream gradients of a summed loss at these sites, and the weight gradients of these maps.
 
     The parameters ask for no gradient meanwhile and come back as they were.
 
     Args:
+        loss: what is differentiated; the next-token loss by default.
         activations: gather the sites' activations too.
         cross: and the cross moment of both.
         input_bases: for input sites of maps, the subspace (d, k) of the shuffled control, where it is known already;
@@ -119,8 +129,9 @@ def record_gradients(
         GradientNeverCame: the loss does not reach a site.
         SiteNeverFired: a site through which no tensor passed, or several in one run.
         NonFiniteRows: NaN or infinity at a site.
-        ValueError: no position is kept, or no position has a next token.
+        ValueError: no position is kept, or the loss finds nothing to predict.
     """
+    loss = loss or CausalLoss()
     selection = Selection()
     wanted = {"activations": activations or cross, "gradients": True, "cross": cross}
     at_sites = [MomentsReceiver(site, selection, **wanted) for site in sites]
@@ -137,15 +148,18 @@ def record_gradients(
         for receiver in at_maps:
             for place in receiver.maps[0].inputs:
                 stack.enter_context(_attached(place, receiver.take_input))
-            stack.enter_context(_attached(replace(receiver.maps[0].output, columns=None), receiver.take_output))
-        for batch in _passing(batches, selection, model, "gradients", tokens, progress):
-            loss, count = causal_loss_sum(model.logits(batch), batch.tokens, batch.attention_mask)
-            loss.backward()
-            loss_sum, targets, passes = loss_sum + float(loss.detach()), targets + count, passes + 1
-            del loss
+            stack.enter_context(_attached(receiver.maps[0].output.whole, receiver.take_output))
+        for batch in _passing(batches, selection, model, "gradients", tokens, progress, loss.prepare):
+            output, passes = model.run(batch), passes + 1
             _check_fired([*at_sites, *at_inputs, *at_maps], passes)
+            value, count = loss(output, batch)
+            value.backward()
+            loss_sum, targets = loss_sum + float(value.detach()), targets + count
+            del output, value
             _check_answered([*at_sites, *at_maps])
     _check_any_kept([*at_sites, *at_inputs])
+    if not targets:
+        raise ValueError(f"the {loss.name} loss found nothing to predict in the whole corpus")
     return GradientRecord(
         moments={receiver.site: receiver.result() for receiver in at_sites},
         inputs={receiver.site: receiver.result() for receiver in at_inputs},
@@ -172,35 +186,28 @@ def _by_module(maps: Sequence[LinearMap]) -> list[list[LinearMap]]:
 
 
 def _passing(
-    batches: Iterable[Batch],
+    batches: Iterable[Any],
     selection: Selection,
     model: Model,
     description: str,
     tokens: int,
     progress: Progress | None,
-) -> Iterator[Batch]:
+    prepare: Callable[[Any], Any] | None,
+) -> Iterator[Any]:
     """Each batch on the model's device, made current for the receivers, its progress shown."""
     progress = progress or NoProgress()
-    vocabulary, device = model.description.vocabulary, next(model.module.parameters()).device
+    vocabulary, device = model.description.vocabulary, model.device
     seen = 0
     progress.start(description, total=tokens or None, unit="tokens")
     try:
         for batch in batches:
-            highest = int(batch.tokens.max())
-            if highest >= vocabulary:
-                raise ValueError(
-                    f"token id {highest} is outside this model's vocabulary of {vocabulary}; use its own tokenizer"
-                )
-            if model.longest_sequence is not None and batch.tokens.shape[1] > model.longest_sequence:
-                raise ValueError(
-                    f"a sequence of {batch.tokens.shape[1]} tokens is longer than the {model.longest_sequence} positions "
-                    "this model has; use a smaller sequence_length"
-                )
+            batch = batch if prepare is None else prepare(batch)
+            batch.check_fits(vocabulary, model.longest_sequence)
             batch = batch.to(device)
             selection.current = RowChoice.of(batch)
             yield batch
             seen += 1
-            progress.advance(int(batch.attention_mask.sum()))
+            progress.advance(batch.size)
     finally:
         progress.finish()
     if not seen:

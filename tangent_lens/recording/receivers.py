@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tangent_lens.models.protocol import Batch, LinearMap
+from tangent_lens.models.protocol import Batch, Inputs, LinearMap
 from tangent_lens.recording.moments import (
     ROWS_A_PRODUCT,
     Moments,
@@ -35,20 +35,24 @@ class RowChoice:
     positions: Int[Tensor, "batch pos"] | None = None
 
     @classmethod
-    def of(cls, batch: Batch) -> RowChoice:
+    def of(cls, batch: Batch | Inputs) -> RowChoice:
         """What a batch of the corpus says; an all-True mask is dropped, so that rows need no copy."""
+        if isinstance(batch, Inputs):
+            return cls()
         return cls(None if bool(batch.keep.all()) else batch.keep, batch.positions)
 
     def rows(self, tensor: Float[Tensor, "batch pos width"]) -> Float[Tensor, "n width"]:
         """The chosen rows, one under the other.
 
         Raises:
-            ValueError: the tensor is not (batch, position, width), or the mask has another shape.
+            ValueError: the tensor has no rows, or the mask has another shape.
         """
-        if tensor.ndim != 3:
+        if tensor.ndim < 2:
+            raise ValueError(f"a site carries rows (..., width); here {tuple(tensor.shape)} passed")
+        if tensor.ndim != 3 and self.positions is not None:
             raise ValueError(f"a site carries (batch, position, width); here {tuple(tensor.shape)} passed")
         if self.keep is None:
-            return tensor.flatten(0, 1)
+            return tensor.flatten(0, -2)
         if self.keep.shape != tensor.shape[:2]:
             raise ValueError(f"a mask of shape {tuple(self.keep.shape)} does not fit activations {tuple(tensor.shape)}")
         return tensor[self.keep.to(tensor.device)]
@@ -134,7 +138,7 @@ class MomentsReceiver:
         if self.wants_activations:
             rows = choice.rows(activation)
             moments.activations.update(rows)
-            if self.watch_positions:
+            if self.watch_positions and choice.positions is not None:
                 self.positions = self.positions or PositionVariance(rows.shape[1])
                 self.positions.update(rows, choice.row_positions())
         return partial(self._take_gradient, moments, choice) if self.wants_gradients else None
@@ -301,6 +305,8 @@ class WeightReceiver:
     def _take_signal(self, inputs: Tensor, version: int, choice: RowChoice, signal: Tensor) -> None:
         _check_unchanged(inputs, version, self.name)
         self.answered += 1
+        # A model spread over devices moves a map's input inside the map, after the tap has seen it.
+        inputs = inputs.to(signal.device)
         pairs = zip(choice.rows(inputs).split(ROWS_A_PRODUCT), choice.rows(signal).split(ROWS_A_PRODUCT), strict=True)
         for u, delta in pairs:
             self._add(

@@ -6,7 +6,8 @@ backward hooks are not used: some miss paths, some leak, some are removed by the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ def attach_tap(point: TapPoint, receive: ActivationReceiver) -> RemovableHandle:
     """Call ``receive`` with the detached tensor whenever one passes, and what it returns with the gradient.
 
     Raises:
+        SiteNeverFired: (from inside the forward pass) a tensor of another width passes than the site has.
         GradientNeverCame: (from inside the forward pass) a gradient is wanted of a tensor that cannot have one.
     """
     if point.side == "output":
-        return point.module.register_forward_hook(lambda module, args, output: _pass_on(point, output, receive))
+        return point.module.register_forward_hook(lambda module, args, output: _pass_on(point, [output], receive))
 
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _pass_on(point, args[0] if args else kwargs["hidden_states"], receive)
+    def before(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        _pass_on(point, _arguments(point, args, kwargs), receive)
 
     return point.module.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -50,34 +52,66 @@ def host_function(point: TapPoint, receive: ActivationReceiver) -> Callable[...,
 
     def function(first: Any, *rest: Any, **named: Any) -> Tensor | None:
         if isinstance(first, Tensor):
-            _pass_on(point, first, receive)
+            _pass_on(point, [first], receive)
             # TransformerLens hands over a view by heads, and goes on with the tensor behind it unless the hook returns
             # the view: only then does the view have a gradient.
             return first if first.ndim == 4 else None
         if point.side == "output":
-            _pass_on(point, rest[1], receive)
+            _pass_on(point, [rest[1]], receive)
         else:
-            _pass_on(point, rest[0][0] if rest[0] else rest[1]["hidden_states"], receive)
+            _pass_on(point, _arguments(point, rest[0], rest[1] if len(rest) > 1 else {}), receive)
         return None
 
     return function
 
 
-def _pass_on(point: TapPoint, value: Any, receive: ActivationReceiver) -> None:
+def _arguments(point: TapPoint, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that carry the site, by name or, where they were given without, by place."""
+    found = [kwargs.get(name) if name in kwargs else _by_place(point, name, args) for name in point.arguments]
+    if any(value is None for value in found):
+        raise SiteNeverFired(f"{point.name}: called without {', '.join(point.arguments)}; this module is called oddly")
+    return found
+
+
+def _by_place(point: TapPoint, name: str, args: Sequence[Any]) -> Any:
+    places = list(inspect.signature(point.module.forward).parameters)
+    place = places.index(name) if name in places else 0
+    return args[place] if place < len(args) else None
+
+
+def _pass_on(point: TapPoint, values: list[Any], receive: ActivationReceiver) -> None:
     _refuse_recomputation(point)
-    # Returns None: the tensor goes on unchanged. Nothing here may keep `tensor` itself alive: a closure over it inside
+    # Returns None: the tensor goes on unchanged. Nothing here may keep a tensor itself alive: a closure over it inside
     # its own hook would be a cycle that holds the whole graph of one step.
-    tensor = read_tensor(value)
-    on_gradient = receive(_site_tensor(tensor.detach(), point))
+    tensors = list({id(tensor): tensor for tensor in map(read_tensor, values)}.values())
+    on_gradient = receive(_site_tensor(tensors[0].detach(), point))
     if on_gradient is None:
         return
-    if not tensor.requires_grad:
+    if not all(tensor.requires_grad for tensor in tensors):
         raise GradientNeverCame(
             f"{point.name}: no gradient can come here, since its tensor does not require one. The forward pass ran under "
             "torch.no_grad() (as gradient checkpointing does), or every parameter before it is frozen; use "
             "`with lens.gradients():` around both passes"
         )
-    tensor.register_hook(_receiver(point, on_gradient))
+    take = _receiver(point, on_gradient) if len(tensors) == 1 else _SumOfCopies(point, on_gradient, len(tensors))
+    for tensor in tensors:
+        tensor.register_hook(take)
+
+
+class _SumOfCopies:
+    """One site, handed over as several equal tensors: its gradient is the sum of theirs."""
+
+    def __init__(self, point: TapPoint, on_gradient: GradientReceiver, copies: int) -> None:
+        self._receive, self._copies = _receiver(point, on_gradient), copies
+        self._sum: Tensor | None = None
+        self._came = 0
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._sum = gradient.detach() if self._sum is None else self._sum + gradient.detach()
+        self._came += 1
+        if self._came == self._copies:
+            whole, self._sum, self._came = self._sum, None, 0
+            self._receive(whole)
 
 
 def _receiver(point: TapPoint, on_gradient: GradientReceiver) -> Callable[[Tensor], None]:
@@ -89,9 +123,16 @@ def _receiver(point: TapPoint, on_gradient: GradientReceiver) -> Callable[[Tenso
 
 def _site_tensor(tensor: Tensor, point: TapPoint) -> Tensor:
     """(batch, position, width): heads side by side, and only the site's own columns of a fused tensor."""
-    if tensor.ndim == 4:
+    if tensor.ndim == 4 and point.width == tensor.shape[2] * tensor.shape[3]:
         tensor = tensor.flatten(2)
-    return tensor if point.columns is None else tensor[..., point.columns.to(tensor.device)]
+    if point.columns is not None:
+        tensor = tensor[..., point.columns.to(tensor.device)]
+    if point.width is not None and tensor.shape[-1] != point.width:
+        raise SiteNeverFired(
+            f"{point.name}: rows of {tensor.shape[-1]} numbers pass, and the site has {point.width}; the model runs in a "
+            "mode (split inputs for each head, say) in which no one tensor here is the site; turn that mode off"
+        )
+    return tensor
 
 
 def _refuse_recomputation(point: TapPoint) -> None:

@@ -22,7 +22,10 @@ def plot_report(report: Report) -> Any:
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: no measurement has a layer.
     """
+    if all(one.layer is None for one in report.measurements):
+        raise ValueError("this report has no layers to draw over; read its table, or to_pandas()")
     try:
         from matplotlib import pyplot
     except ImportError as missing:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
@@ -16,17 +14,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tangent_lens.measures.comparison import Comparison
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.report import MapsView, Measurement, Report, Space
 from tangent_lens.measures.spectrum import Spectrum
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS
+from tangent_lens.reports.columns import SIGNIFICANT, Column, no_star, optional, side_by_side, star
+from tangent_lens.reports.comparison_table import comparison_table
 from tangent_lens.reports.numbers import number, p_value, percent, signed, small, thousandths
 
-SIGNIFICANT = 0.05
 # Consoles: below NARROW the p columns give way to a star; from WIDE on there is room for more controls.
 NARROW, WIDE = 96, 150
-_NOTHING = Text("–", style="dim")
 _SHORT_NAMES = {"query": "q", "key": "k", "value": "v", "mlp_in": "in", "mlp_gate": "gate"}
 
 
@@ -49,6 +48,11 @@ def _(report: Report) -> Any:
 @table_of.register
 def _(view: MapsView) -> Any:
     return maps_table(view.report)
+
+
+@table_of.register
+def _(comparison: Comparison) -> Any:
+    return _ByWidth(comparison, comparison_table)
 
 
 @table_of.register
@@ -105,10 +109,11 @@ def header(report: Report) -> Table:
     lines = Table.grid(padding=(0, 2, 0, 0))
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column()
+    shape = f", {model.n_layers} layers, d_model {model.d_model}" if model.n_layers else ""
     lines.add_row(
         "model",
         f"[b]{escape(model.name)}[/b], revision {escape(model.revision)}; {model.architecture}, "
-        f"{model.parameters / 1e6:,.1f}M parameters, {model.n_layers} layers, d_model {model.d_model}",
+        f"{model.parameters / 1e6:,.1f}M parameters{shape}",
     )
     lines.add_row(
         "read by",
@@ -117,7 +122,7 @@ def header(report: Report) -> Table:
     lines.add_row(
         "corpus",
         f"{escape(corpus.name)}: proxies from {corpus.fit_sequences} sequences ({corpus.fit_rows:,} rows), gradients from "
-        f"{corpus.test_sequences} others ({corpus.test_rows:,} rows), loss {corpus.loss:.3f} nats a token",
+        f"{corpus.test_sequences} others ({corpus.test_rows:,} rows), {_loss(report)}",
     )
     lines.add_row(
         "settings",
@@ -125,6 +130,14 @@ def header(report: Report) -> Table:
         f"{fitted}{_extras(report)}",
     )
     return lines
+
+
+def _loss(report: Report) -> str:
+    """The loss, in nats where it is a likelihood, and its name where it is not the usual next-token one."""
+    unit, name = report.corpus.loss_unit, report.settings.loss
+    nats = "" if unit == "sequence" else " nats"
+    named = "" if name == "next-token" else f"{escape(name)} "
+    return f"{named}loss {report.corpus.loss:.3f}{nats} a {unit}"
 
 
 def _rank(report: Report) -> str:
@@ -147,35 +160,27 @@ def _extras(report: Report) -> str:
     return "".join(f", {sentence}" for holds, sentence in said if holds)
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[Any], Text]
-    median: Callable[[Any], float | None] | None = None
-    show: Callable[[float], str] = lambda value: number(value)
-
-
-def _energy_columns(weight: bool, width: int) -> list[_Column]:
-    star = _star if width < NARROW else _no_star
+def _energy_columns(weight: bool, width: int) -> list[Column]:
+    marked = star if width < NARROW else no_star
     columns = [
-        _Column("energy", lambda one: Text(percent(one.energy.energy)), lambda one: one.energy.energy, percent),
-        _Column(
+        Column("energy", lambda one: Text(percent(one.energy.energy)), lambda one: one.energy.energy, percent),
+        Column(
             "lift",
-            lambda one: _by_significance(one, number(one.energy.lift) + star(one.energy.p_value)),
+            lambda one: _by_significance(one, number(one.energy.lift) + marked(one.energy.p_value)),
             lambda one: one.energy.lift,
         ),
     ]
     if weight:
         columns.append(
-            _Column("signal", lambda one: Text(number(one.energy.signal_lift)), lambda one: one.energy.signal_lift)
+            Column("signal", lambda one: Text(number(one.energy.signal_lift)), lambda one: one.energy.signal_lift)
         )
     if width >= NARROW:
-        columns.append(_Column("p", lambda one: _by_significance(one, p_value(one.energy.p_value))))
+        columns.append(Column("p", lambda one: _by_significance(one, p_value(one.energy.p_value))))
     if width >= WIDE:
         columns += [
-            _Column("/next", lambda one: _optional(one.energy.following_ratio), lambda one: one.energy.following_ratio),
-            _Column("/trail", lambda one: _optional(one.energy.trailing_ratio), lambda one: one.energy.trailing_ratio),
-            _Column("align", lambda one: Text(number(one.energy.alignment)), lambda one: one.energy.alignment),
+            Column("/next", lambda one: optional(one.energy.following_ratio), lambda one: one.energy.following_ratio),
+            Column("/trail", lambda one: optional(one.energy.trailing_ratio), lambda one: one.energy.trailing_ratio),
+            Column("align", lambda one: Text(number(one.energy.alignment)), lambda one: one.energy.alignment),
         ]
     return columns
 
@@ -183,7 +188,7 @@ def _energy_columns(weight: bool, width: int) -> list[_Column]:
 class _ByWidth:
     """A part of the report that shows as much as the console has room for."""
 
-    def __init__(self, report: Report, view: Callable[[Report, int], Any]) -> None:
+    def __init__(self, report: Any, view: Callable[[Any, int], Any]) -> None:
         self._report, self._view = report, view
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -209,7 +214,7 @@ def energy_table(report: Report, width: int = 100) -> Table:
         (titles[1], 1, _energy_columns(True, width)),
         (titles[2], 2, _energy_columns(True, width)),
     ]
-    return _side_by_side("layer", [label for label, _ in rows], [cells for _, cells in rows], groups)
+    return side_by_side("layer", [label for label, _ in rows], [cells for _, cells in rows], groups)
 
 
 def isotropy_table(report: Report, width: int = 100) -> Table:
@@ -221,8 +226,8 @@ def isotropy_table(report: Report, width: int = 100) -> Table:
     spaces = {space.site: space for space in report.spaces}
     content = [(_space_of(cells, spaces), *cells) for _, cells in rows]
     activations = [
-        _Column("IsoSc*", lambda one: Text(small(one.iso_score)), lambda one: one.iso_score, small),
-        _Column("in proxy", lambda one: Text(percent(one.variance_share)), lambda one: one.variance_share, percent),
+        Column("IsoSc*", lambda one: Text(small(one.iso_score)), lambda one: one.iso_score, small),
+        Column("in proxy", lambda one: Text(percent(one.variance_share)), lambda one: one.variance_share, percent),
     ]
     titles = (
         ("residual", "attention", "MLP")
@@ -231,25 +236,25 @@ def isotropy_table(report: Report, width: int = 100) -> Table:
     )
     groups = [("activations", 0, activations if width >= NARROW else activations[:1])]
     groups += [(title, place, _isotropy_columns(width)) for place, title in enumerate(titles, start=1)]
-    return _side_by_side("layer", [label for label, _ in rows], content, groups)
+    return side_by_side("layer", [label for label, _ in rows], content, groups)
 
 
-def _isotropy_columns(width: int) -> list[_Column]:
-    star = _star if width < NARROW else _no_star
-    score = _Column("IsoSc*", lambda one: Text(small(one.isotropy.score)), lambda one: one.isotropy.score, small)
-    without_tangent = _Column(
+def _isotropy_columns(width: int) -> list[Column]:
+    marked = star if width < NARROW else no_star
+    score = Column("IsoSc*", lambda one: Text(small(one.isotropy.score)), lambda one: one.isotropy.score, small)
+    without_tangent = Column(
         "Δtan",
-        lambda one: _by_isotropy(one, thousandths(one.isotropy.delta) + star(one.isotropy.p_value)),
+        lambda one: _by_isotropy(one, thousandths(one.isotropy.delta) + marked(one.isotropy.p_value)),
         lambda one: one.isotropy.delta,
         thousandths,
     )
-    without_normal = _Column(
+    without_normal = Column(
         "Δrand",
         lambda one: Text(thousandths(one.isotropy.random_mean)),
         lambda one: one.isotropy.random_mean,
         thousandths,
     )
-    p = _Column("p", lambda one: _by_isotropy(one, p_value(one.isotropy.p_value)))
+    p = Column("p", lambda one: _by_isotropy(one, p_value(one.isotropy.p_value)))
     if width < NARROW:
         return [score, without_tangent]
     return [score, without_tangent, without_normal, p] if width >= WIDE else [score, without_tangent, p]
@@ -261,7 +266,7 @@ def maps_table(report: Report) -> Any:
     if not single:
         return Text("no weight gradient was measured in this run")
     content = [(one,) for one in single]
-    return _side_by_side(
+    return side_by_side(
         "map", [one.name for one in single], content, [("weight gradient", 0, _energy_columns(True, WIDE))]
     )
 
@@ -313,55 +318,6 @@ def _space_of(cells: Sequence[Measurement | None], spaces: dict[str, Space]) -> 
     return None if first is None else spaces.get(first.fit_site)
 
 
-def _side_by_side(
-    key: str,
-    labels: Sequence[str],
-    content: Sequence[tuple[Any, ...]],
-    groups: Sequence[tuple[str, int, list[_Column]]],
-) -> Table:
-    """Tables that share their rows, each under its own title; a group without any content is left out."""
-    together = Table.grid(padding=(0, 2))
-    first = _plain_table(" ")
-    first.add_column(key, justify="right", no_wrap=True)
-    for label in labels:
-        first.add_row(label)
-    first.add_section()
-    first.add_row(Text("median", style="dim"))
-    parts = [first]
-    for title, place, columns in groups:
-        cells = [row[place] for row in content]
-        if any(cell is not None for cell in cells):
-            parts.append(_group_table(title, columns, cells))
-    for _ in parts:
-        together.add_column(no_wrap=True)
-    together.add_row(*parts)
-    return together
-
-
-def _group_table(title: str, columns: Sequence[_Column], cells: Sequence[Any]) -> Table:
-    table = _plain_table(title)
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
-    for cell in cells:
-        table.add_row(*(_NOTHING if cell is None else column.cell(cell) for column in columns))
-    table.add_section()
-    table.add_row(*(_median(column, cells) for column in columns))
-    return table
-
-
-def _plain_table(title: str) -> Table:
-    return Table(
-        title=title, title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim"
-    )
-
-
-def _median(column: _Column, cells: Sequence[Any]) -> Text:
-    if column.median is None:
-        return Text("")
-    values = [value for cell in cells if cell is not None and (value := column.median(cell)) is not None]
-    return Text(column.show(statistics.median(values)), style="dim") if values else _NOTHING
-
-
 def _facts(title: str, rows: Sequence[tuple[str, str | Text, str]]) -> Table:
     table = Table(title=title, title_style="bold", title_justify="left", box=box.SIMPLE, show_header=False)
     for justify in ("left", "right", "left"):
@@ -371,24 +327,12 @@ def _facts(title: str, rows: Sequence[tuple[str, str | Text, str]]) -> Table:
     return table
 
 
-def _star(p: float) -> str:
-    return "*" if p <= SIGNIFICANT else " "
-
-
-def _no_star(p: float) -> str:
-    return ""
-
-
 def _by_significance(one: Measurement, shown: str) -> Text:
     return Text(shown, style="bold green" if one.energy.p_value <= SIGNIFICANT and one.energy.lift > 1 else "")
 
 
 def _by_isotropy(one: Measurement, shown: str) -> Text:
     return Text(shown, style="bold green" if one.isotropy.p_value <= SIGNIFICANT and one.isotropy.delta > 0 else "")
-
-
-def _optional(value: float | None) -> Text:
-    return _NOTHING if value is None else Text(number(value))
 
 
 def _or_nothing(value: float | None, shown: Callable[[float], str]) -> str:

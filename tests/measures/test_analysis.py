@@ -92,9 +92,10 @@ def test_kinds_and_dimensions_are_kept_apart():
     assert "position 0 holds 80.0% of the variance at resid_pre, layer 2" in sentences[0]
 
 
-def test_the_embedding_stands_before_the_first_layer():
-    (sentence,) = concentration_warnings([space("embedding", None, dimension=(5, 0.75))])
-    assert sentence.endswith("at embedding, before the first layer")
+@pytest.mark.parametrize("name", ["embedding", "enc.a"])
+def test_a_place_without_a_layer_is_named_in_full(name):
+    (sentence,) = concentration_warnings([space(name, None, dimension=(5, 0.75))])
+    assert sentence.endswith(f"at {name}")
 
 
 def test_leaving_the_first_position_out_is_only_advised_against_the_first():

@@ -8,6 +8,7 @@ from conftest import FAMILIES, tiny_model
 from plain_reference import (
     assert_close,
     plain_pass,
+    random_sequences,
     random_tokens,
     rows_of,
     summed_loss,
@@ -16,7 +17,8 @@ from plain_reference import (
 )
 from transformers import (
     BertConfig,
-    BertForMaskedLM,
+    BertLMHeadModel,
+    BertModel,
     GPT2ForSequenceClassification,
     LlamaModel,
     OPTConfig,
@@ -24,7 +26,6 @@ from transformers import (
 )
 
 from tangent_lens.lens import Lens
-from tangent_lens.models.huggingface import HuggingFaceModel
 from tangent_lens.models.protocol import UnsupportedModel
 from tangent_lens.recording.moments import NonFiniteRows
 from tangent_lens.recording.passes import record_gradients
@@ -34,6 +35,14 @@ RELATIVES = ("mistral", "qwen2")
 HEADS_OF_16 = "llama with heads of 16"
 MODELS = (*FAMILIES, *RELATIVES, HEADS_OF_16)
 TOKENS = random_tokens(2, 9)
+SEQUENCES = random_sequences([3, 9, 5, 12])
+SMALL_BERT = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 def model_of(name):
@@ -124,7 +133,7 @@ def test_padding_changes_no_kept_row(name, side):
     corpus = lens.corpus([long[0].tolist(), short[0].tolist()])
     (batch,) = corpus.batches(padding_side=side)
     with lens.attach(lens.sites, gradients=True) as taps:
-        logits = lens.model.logits(batch)
+        logits = lens.model.run(batch).logits
         loss = summed_loss(logits[:1], long)
         start = 4 if side == "left" else 0
         (loss + summed_loss(logits[1:, start : start + 5], short)).backward()
@@ -231,14 +240,32 @@ def test_a_tap_sees_what_an_earlier_hook_put_in_place():
 
 def test_other_architectures_are_refused_with_the_supported_ones():
     shape = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with pytest.raises(UnsupportedModel, match=r"'opt' model are not known; supported: gpt2, gpt_neox, llama"):
+    with pytest.raises(UnsupportedModel, match=r"'opt' model are not known; supported: bert, camembert, .*sites=\{"):
         Lens(OPTForCausalLM(OPTConfig(**shape, ffn_dim=64, word_embed_proj_dim=32)))
-    with pytest.raises(UnsupportedModel, match=r"'bert' model are not known"):
-        Lens(BertForMaskedLM(BertConfig(**shape, intermediate_size=64)))
+    decoder = BertConfig(**shape, intermediate_size=64, is_decoder=True, add_cross_attention=True)
+    with pytest.raises(UnsupportedModel, match=r"BertLMHeadModel attends to a second model"):
+        Lens(BertLMHeadModel(decoder))
 
 
-def test_a_body_without_a_head_is_refused():
-    with pytest.raises(UnsupportedModel, match=r"LlamaModel has no language-model head.*AutoModelForCausalLM"):
-        HuggingFaceModel(LlamaModel(tiny_model("llama").config))
-    with pytest.raises(UnsupportedModel, match=r"GPT2ForSequenceClassification has no language-model head"):
-        HuggingFaceModel(GPT2ForSequenceClassification(tiny_model("gpt2").config))
+@pytest.mark.parametrize(
+    "model",
+    [
+        LlamaModel(tiny_model("llama").config),
+        GPT2ForSequenceClassification(tiny_model("gpt2").config),
+        BertModel(BertConfig(**SMALL_BERT)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+class TestABodyWithoutAHead:
+    def test_its_loss_must_be_given_and_the_sentence_says_how(self, model):
+        name = type(model).__name__
+        with pytest.raises(
+            ValueError, match=rf"{name} has no language-model head.*loss=, a function.*AutoModelForMaskedLM"
+        ):
+            Lens(model).measure(SEQUENCES, rank=2, progress=False)
+        with pytest.raises(ValueError, match=rf"{name} has no language-model head"):
+            Lens(model).record(SEQUENCES, loss="masked", progress=False)
+
+    def test_activations_need_no_loss(self, model):
+        found = Lens(model).record(SEQUENCES, "resid_post.1", gradients=False, progress=False)
+        assert found[Site("resid_post", 1)].activations.count == sum(map(len, SEQUENCES))

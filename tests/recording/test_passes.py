@@ -559,7 +559,7 @@ def test_rows_kept_by_hand_have_the_same_moments():
     kept = {site: ([], []) for site in lens.resolve(resid_post())}
     for batch in CORPUS.batches(4):
         with lens.attach(resid_post(), gradients=True) as taps:
-            log_probabilities = lens.model.logits(batch).log_softmax(-1)[:, :-1]
+            log_probabilities = lens.model.run(batch).logits.log_softmax(-1)[:, :-1]
             target = log_probabilities.gather(-1, batch.tokens[:, 1:, None])[..., 0]
             (-target * batch.attention_mask[:, 1:]).sum().backward()
         for site, (x, g) in kept.items():

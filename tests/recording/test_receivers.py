@@ -52,7 +52,13 @@ class TestRowChoice:
     @pytest.mark.parametrize("shape", [(8, 3), (2, 4, 2, 3)])
     def test_other_dimensions_are_refused_with_the_shape(self, shape):
         with pytest.raises(ValueError, match=rf"carries \(batch, position, width\); here \({shape[0]}, {shape[1]}"):
-            RowChoice().rows(torch.zeros(shape))
+            RowChoice(None, POSITIONS).rows(torch.zeros(shape))
+
+    def test_a_module_of_unknown_structure_may_have_any_rows_but_none_at_all(self):
+        tensor = torch.arange(48.0).view(2, 4, 2, 3)
+        assert torch.equal(RowChoice().rows(tensor), tensor.view(16, 3))
+        with pytest.raises(ValueError, match=r"carries rows \(\.\.\., width\); here \(5,\) passed"):
+            RowChoice().rows(torch.zeros(5))
 
     def test_a_mask_of_another_shape_is_refused_with_both_shapes(self):
         with pytest.raises(ValueError, match=r"mask of shape \(2, 4\) does not fit activations \(2, 5, 3\)"):
