@@ -24,6 +24,7 @@ from tangent_lens.reports.console import terminal_progress
 if TYPE_CHECKING:
     from tangent_lens.lens import Lens
     from tangent_lens.measures.report import Report
+    from tangent_lens.recording.masking import MaskedLoss
 
 PROSE = "Python reference manual (pydoc_data.topics)"
 # Enough for stable energies at d_model 576, and a few minutes on two cores.
@@ -71,6 +72,12 @@ def measure(
     ] = None,
     skip_first: Annotated[bool, typer.Option(help="Leave first positions out of every statistic.")] = False,
     skip_special: Annotated[bool, typer.Option(help="Leave special tokens out of every statistic.")] = False,
+    mask_share: Annotated[
+        float | None, typer.Option(help="Of a masked language model: share of the tokens to predict (0.15).")
+    ] = None,
+    mask_style: Annotated[
+        str | None, typer.Option(help="Of a masked language model: 80/10/10, or plain (all behind the mask token).")
+    ] = None,
     fit_site: Annotated[
         str,
         typer.Option(help="Fit weight proxies on the maps' own input, or on the residual stream: input or residual."),
@@ -97,6 +104,7 @@ def measure(
             sites,
             rank=_rank(rank),
             gradients=tuple(one.strip() for one in gradients.split(",") if one.strip()),
+            loss=_masked_loss(mask_share, mask_style, seed),
             controls=controls,
             seed=seed,
             max_sequences=sequences or None,
@@ -264,6 +272,16 @@ def _rank(text: str) -> int | float:
     if isinstance(rank, float) and not 0 < rank < 1:
         raise ValueError(f"rank {text!r} must be a whole number, or a variance share such as 0.9")
     return rank
+
+
+def _masked_loss(share: float | None, style: str | None, seed: int) -> MaskedLoss | None:
+    """The masked-token loss that the options ask for; None where neither was given, and the model decides."""
+    if share is None and style is None:
+        return None
+    from tangent_lens.recording.masking import MaskedLoss
+
+    asked = {"share": share, "style": style}
+    return MaskedLoss(seed=seed, **{name: value for name, value in asked.items() if value is not None})  # pyright: ignore[reportArgumentType]
 
 
 def _print(report: Report, maps: bool) -> None:

@@ -213,3 +213,37 @@ def test_more_mistakes_get_a_sentence(model_folder, text_file, change, sentence)
     result = run(*quick(model_folder, text_file), *change)
     assert result.exit_code == 1
     assert sentence in " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def masked_folder(tmp_path_factory):
+    from conformance.backends import tokenizer as masking_tokenizer
+    from conformance.families import tiny_model as tiny_of_any_family
+
+    folder = tmp_path_factory.mktemp("masked")
+    tiny_of_any_family("bert").float().save_pretrained(folder)
+    masking_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_masked_model_is_loaded_as_one_and_its_masks_are_a_choice(masked_folder, text_file, tmp_path):
+    report_of = {}
+    for name, options in (("default", ()), ("plain", ("--mask-style", "plain", "--mask-share", 0.3, "--seed", 2))):
+        result = run(*quick(masked_folder, text_file), *options, "--out", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        report_of[name] = tln.Report.load(tmp_path / name)
+        assert "a masked token" in " ".join(result.output.split())
+    assert report_of["default"].settings.loss == "masked-token (0.15 of the tokens, 80/10/10, seed 0)"
+    assert report_of["plain"].settings.loss == "masked-token (0.3 of the tokens, plain, seed 2)"
+    assert report_of["plain"].model.architecture == "BertForMaskedLM"
+    side_by_side = run("compare", tmp_path / "default", tmp_path / "plain", "--name", "mixed", "--name", "plain")
+    assert side_by_side.exit_code == 0, side_by_side.output
+    assert "the losses differ" in " ".join(side_by_side.output.split())
+
+
+def test_masks_are_for_masked_models(model_folder, text_file):
+    result = run(*quick(model_folder, text_file), "--mask-share", 0.2)
+    assert result.exit_code == 1
+    assert "a masked loss was asked for, and GPTNeoXForCausalLM is a causal language model" in " ".join(
+        result.output.split()
+    )

@@ -116,8 +116,12 @@ class BridgeModel:
         """Where the tensor of a site passes."""
         if site.layer is None:
             return self.gradient_starts()[0]
-        path = self._middle() if site.kind == "resid_mid" else _HOOK_POINTS[site.kind]
-        return self._point(site.layer, path, width_of(self._shape, site))
+        width = width_of(self._shape, site)
+        if site.kind == "resid_mid":
+            # What goes into this hook point is the stream; what comes out is a copy for the norm alone as soon as somebody
+            # has a backward hook there, without the gradient of the path around the MLP.
+            return self._point(site.layer, self._middle(), width, side="input")
+        return self._point(site.layer, _HOOK_POINTS[site.kind], width)
 
     def gradient_starts(self) -> tuple[TapPoint, ...]:
         """The hook point after the token embedding."""
@@ -145,9 +149,9 @@ class BridgeModel:
         # On a BERT bridge of TransformerLens 3, mlp.hook_in never fires.
         return "ln1.hook_out" if self._family.resid_mid[1] == "output" else "mlp.hook_in"
 
-    def _point(self, layer: int, path: str, width: int | None = None) -> TapPoint:
+    def _point(self, layer: int, path: str, width: int | None = None, side: Any = "output") -> TapPoint:
         module = part_at(self.bridge.blocks[layer], path)
-        return TapPoint(module, "output", f"blocks.{layer}.{path}", width=width)
+        return TapPoint(module, side, f"blocks.{layer}.{path}", width=width)
 
     def _maps_of(self, layer: int) -> list[LinearMap]:
         maps = []

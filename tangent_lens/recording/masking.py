@@ -44,8 +44,10 @@ class MaskedLoss:
     _vocabulary: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise ValueError(f"share {self.share} of masked tokens must lie between 0 and 1, for example 0.15")
+        if not isinstance(self.share, numbers.Real) or not 0 < self.share < 1:
+            raise ValueError(f"share {self.share!r} of masked tokens must lie between 0 and 1, for example 0.15")
+        if self.mask_id is not None and not isinstance(self.mask_id, numbers.Integral):
+            raise ValueError(f"mask_id {self.mask_id!r} must be a token id; tokenizer.mask_token_id is one")
         if self.style not in _STYLES:
             raise ValueError(f"style {self.style!r} must be one of {', '.join(_STYLES)}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, numbers.Integral) or self.seed < 0:
@@ -74,7 +76,9 @@ class MaskedLoss:
                 "pass loss=MaskedLoss(mask_id=...), or Lens(model, tokenizer=...)"
             )
         if not 0 <= mask_id < vocabulary:
-            raise ValueError(f"mask_id {mask_id} is outside this model's vocabulary of {vocabulary}")
+            raise ValueError(
+                f"mask_id {mask_id} is outside this model's vocabulary of {vocabulary}; pass the id of its own mask token"
+            )
         special = self.special_ids if self.special_ids is not None else getattr(tokenizer, "all_special_ids", ())
         return replace(self, mask_id=mask_id, special_ids=frozenset({*special, mask_id}), _vocabulary=vocabulary)
 
@@ -82,14 +86,15 @@ class MaskedLoss:
         """The batch with some tokens masked, and what they were as its targets."""
         if batch.targets is not None:
             return batch
-        tokens, targets = batch.tokens.cpu().clone(), torch.full(batch.tokens.shape, _NOTHING, dtype=torch.long)
+        tokens, targets = batch.tokens.cpu().long(), torch.full(batch.tokens.shape, _NOTHING, dtype=torch.long)
+        tokens = tokens.clone()
         for row, mask in enumerate(batch.attention_mask.cpu()):
             ids = tokens[row, mask].numpy()
             places = torch.nonzero(mask).flatten()
             chosen, replacements = self._mask(ids)
             targets[row, places[chosen]] = torch.from_numpy(ids[chosen])
             tokens[row, places[chosen]] = torch.from_numpy(replacements)
-        return replace(batch, tokens=tokens.to(batch.tokens.device), targets=targets.to(batch.tokens.device))
+        return replace(batch, tokens=tokens.to(batch.tokens), targets=targets.to(batch.tokens.device))
 
     def _mask(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Places to be predicted, in order, and the tokens that stand there instead."""
@@ -99,18 +104,19 @@ class MaskedLoss:
         candidates = np.flatnonzero(~np.isin(ids, special))
         if not len(candidates):
             return candidates, candidates
-        random = self._random(ids)
+        bits = self._bits(ids)
         count = max(1, round(self.share * len(candidates)))
-        chosen = np.sort(random.choice(candidates, size=count, replace=False))
+        chosen = np.sort(candidates[np.argsort(bits.random_raw(len(candidates)), kind="stable")[:count]])
         if self.style == "plain":
             return chosen, np.full(count, self.mask_id)
         words = np.setdiff1d(np.arange(self._vocabulary), special)
-        fate, word = random.random(count), random.choice(words, size=count)
+        fate, word = bits.random_raw(count) / 2.0**64, words[bits.random_raw(count) % np.uint64(len(words))]
         return chosen, np.where(fate < 0.8, self.mask_id, np.where(fate < 0.9, word, ids[chosen]))
 
-    def _random(self, ids: np.ndarray) -> np.random.Generator:
+    def _bits(self, ids: np.ndarray) -> np.random.BitGenerator:
+        # Raw bits: NumPy promises that these stay the same from version to version, of its distributions it does not.
         content = f"{self.seed}/".encode() + np.ascontiguousarray(ids, dtype="<i8").tobytes()
-        return np.random.default_rng(int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "little"))
+        return np.random.PCG64(int.from_bytes(hashlib.blake2b(content, digest_size=16).digest(), "little"))
 
     def __call__(self, output: Any, batch: Batch) -> tuple[Float[Tensor, ""], int]:
         """The summed loss of the masked tokens, and how many these are (0 where a batch holds special tokens only)."""

@@ -14,7 +14,7 @@ from tangent_lens.models.protocol import LinearMap, Model, TapPoint
 from tangent_lens.models.state import evaluation_mode, frozen_parameters
 from tangent_lens.progress import NoProgress, Progress
 from tangent_lens.recording.losses import CausalLoss, Loss
-from tangent_lens.recording.moments import Moments, ProjectedSums, SecondMoments
+from tangent_lens.recording.moments import Moments, NonFiniteRows, ProjectedSums, SecondMoments
 from tangent_lens.recording.receivers import (
     InputReceiver,
     MomentsReceiver,
@@ -92,7 +92,8 @@ def record_activations(
         for receiver in receivers:
             stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
         for batch in _passing(batches, selection, model, "activations", tokens, progress, prepare):
-            model.run_without_logits(batch)
+            with _padding_explained(batch):
+                model.run_without_logits(batch)
             passes += 1
             _check_fired(receivers, passes)
     _check_any_kept(receivers)
@@ -150,10 +151,11 @@ def record_gradients(
                 stack.enter_context(_attached(place, receiver.take_input))
             stack.enter_context(_attached(receiver.maps[0].output.whole, receiver.take_output))
         for batch in _passing(batches, selection, model, "gradients", tokens, progress, loss.prepare):
-            output, passes = model.run(batch), passes + 1
-            _check_fired([*at_sites, *at_inputs, *at_maps], passes)
-            value, count = loss(output, batch)
-            value.backward()
+            with _padding_explained(batch):
+                output, passes = model.run(batch), passes + 1
+                _check_fired([*at_sites, *at_inputs, *at_maps], passes)
+                value, count = loss(output, batch)
+                value.backward()
             loss_sum, targets = loss_sum + float(value.detach()), targets + count
             del output, value
             _check_answered([*at_sites, *at_maps])
@@ -201,9 +203,8 @@ def _passing(
     progress.start(description, total=tokens or None, unit="tokens")
     try:
         for batch in batches:
-            batch = batch if prepare is None else prepare(batch)
             batch.check_fits(vocabulary, model.longest_sequence)
-            batch = batch.to(device)
+            batch = (batch if prepare is None else prepare(batch)).to(device)
             selection.current = RowChoice.of(batch)
             yield batch
             seen += 1
@@ -212,6 +213,19 @@ def _passing(
         progress.finish()
     if not seen:
         raise ValueError(f"no batch to record {description} from; the corpus is empty")
+
+
+@contextmanager
+def _padding_explained(batch: Any) -> Iterator[None]:
+    try:
+        yield
+    except NonFiniteRows as problem:
+        if not getattr(batch, "padded", False):
+            raise
+        raise NonFiniteRows(
+            f"{problem}. This batch is padded, and some libraries give NaN where a padding row may look at nothing (eager "
+            "attention in float64; TransformerLens 3 in compatibility mode): try padding_side='right', batch_size=1, or float32"
+        ) from problem
 
 
 def _check_fired(receivers: Sequence[MomentsReceiver | InputReceiver | WeightReceiver], passes: int) -> None:

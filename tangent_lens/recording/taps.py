@@ -127,10 +127,10 @@ def _site_tensor(tensor: Tensor, point: TapPoint) -> Tensor:
         tensor = tensor.flatten(2)
     if point.columns is not None:
         tensor = tensor[..., point.columns.to(tensor.device)]
-    if point.width is not None and tensor.shape[-1] != point.width:
+    if point.width is not None and (tensor.ndim != 3 or tensor.shape[-1] != point.width):
         raise SiteNeverFired(
-            f"{point.name}: rows of {tensor.shape[-1]} numbers pass, and the site has {point.width}; the model runs in a "
-            "mode (split inputs for each head, say) in which no one tensor here is the site; turn that mode off"
+            f"{point.name}: a tensor of shape {tuple(tensor.shape)} passes, and the site is (batch, position, {point.width}); "
+            "the model runs in a mode (split inputs for each head, say) in which no one tensor is the site; turn that mode off"
         )
     return tensor
 
