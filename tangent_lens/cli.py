@@ -42,7 +42,7 @@ app = typer.Typer(
 ModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A hub id, a local folder, or smollm2-135m (real weights from a Python package)."
+        metavar="MODEL", help="A hub id, a local folder, or a packaged real model: smollm2-135m, rxnfp-pretrained."
     ),
 ]
 Backend = Annotated[str, typer.Option(help="Library that runs the model: huggingface or transformer_lens.")]

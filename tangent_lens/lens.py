@@ -68,7 +68,8 @@ class Lens:
         device: str = "cpu",
         progress: bool | Progress = True,
     ) -> Lens:
-        """Load a model by hub id, folder, or ``smollm2-135m``, the packaged real model.
+        """Load a model by hub id, folder, or the name of a packaged real model: ``smollm2-135m``, a causal one, or
+        ``rxnfp-pretrained``, ``rxnfp-finetuned``, ``rxnfp-finetuned-10k``, masked ones that read reactions.
 
         Raises: as :func:`tangent_lens.models.loading.load`.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, revision
         from tangent_lens.models.transformer_lens import BridgeModel
 
         return BridgeModel(model, tokenizer, name=name, revision=revision)
+    for class_name in ("HookedTransformer", "HookedEncoder"):
+        if _is_a(model, f"transformer_lens.{class_name}", class_name):
+            from tangent_lens.models.hooked_transformer import HookedModel
+
+            return HookedModel(model, tokenizer, name=name, revision=revision)
     if _is_a(model, "transformers", "PreTrainedModel"):
         from tangent_lens.models.huggingface import HuggingFaceModel
 
@@ -34,8 +40,9 @@ def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, revision
     if isinstance(model, str):
         raise UnsupportedModel(f"{model!r} is a name, not a model; load it with Lens.from_pretrained({model!r})")
     raise UnsupportedModel(
-        f"a {type(model).__module__}.{type(model).__name__} cannot be measured; pass a HuggingFace causal language model, "
-        "a TransformerLens TransformerBridge, or a name to Lens.from_pretrained"
+        f"a {type(model).__module__}.{type(model).__name__} is no model known here; pass a HuggingFace model, a TransformerLens "
+        "HookedTransformer, HookedEncoder or TransformerBridge, or a name to Lens.from_pretrained; any torch module can be "
+        "measured at places that you name: Lens(module, sites={'middle': 'path.of.submodule'})"
     )
 
 
@@ -51,19 +58,20 @@ def load(
     """Load a model by name.
 
     Args:
-        name: a hub id, a local folder, or ``smollm2-135m`` (real weights that come as a Python package).
+        name: a hub id, a local folder, or a packaged model (real weights that come as a Python package): ``smollm2-135m``,
+            ``rxnfp-pretrained``, ``rxnfp-finetuned``, ``rxnfp-finetuned-10k``. What was trained on masked tokens is
+            loaded with its masked-language-model head, all else as a causal model.
         backend: ``huggingface`` or ``transformer_lens``.
         revision: of a hub id: a branch, tag or commit.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``.
         device: where to put it.
 
     Raises:
-        ValueError: an unknown backend or dtype, or a folder without a model.
+        ValueError: an unknown backend or dtype, a folder without a model, or a checkpoint without a head.
         PackagedModelUnavailable: the packaged model cannot be fetched.
         OSError: the hub has no such model, or cannot be reached.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
@@ -71,18 +79,28 @@ def load(
         raise ValueError(f"dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
     wide = getattr(torch, dtype)
     _check_device(device)
+    bridge_class = _bridge_class() if backend == "transformer_lens" else None
     source, shown, packaged_revision = _source(name, progress)
-    model: Any = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=wide)
+    model = _pretrained(source, shown, revision, wide)
     model.to(device).eval()
     tokenizer = _saved_tokenizer(source, revision)
     named = {"name": shown, "revision": revision or packaged_revision}
-    if backend == "huggingface":
+    if bridge_class is None:
         return wrap(model, tokenizer, **named)
-    from transformer_lens.model_bridge import TransformerBridge
-
     model.config.architectures = [type(model).__name__]
-    bridge = TransformerBridge.boot_transformers(source, hf_model=model, tokenizer=tokenizer, device=device, dtype=wide)
+    bridge = bridge_class.boot_transformers(source, hf_model=model, tokenizer=tokenizer, device=device, dtype=wide)
     return wrap(bridge, tokenizer, **named)
+
+
+def _bridge_class() -> Any:
+    try:
+        from transformer_lens.model_bridge import TransformerBridge
+    except ImportError as missing:
+        raise ImportError(
+            f"transformer-lens {version('transformer-lens')} has no TransformerBridge, which loading by name takes: load the model "
+            "yourself, for example with HookedTransformer.from_pretrained_no_processing(name), and pass it to Lens(...)"
+        ) from missing
+    return TransformerBridge
 
 
 def _check_device(device: str) -> None:
@@ -95,12 +113,38 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r} is not available to this torch; here: {here}")
 
 
+def _pretrained(source: str, shown: str, revision: str | None, dtype: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    config = AutoConfig.from_pretrained(source, revision=revision)
+    kind: Any = AutoModelForMaskedLM if _is_masked(config) else AutoModelForCausalLM
+    model, found = kind.from_pretrained(source, revision=revision, dtype=dtype, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"the checkpoint {shown} holds no {missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}, which "
+            f"{type(model).__name__} needs and which transformers would fill with random numbers; name a checkpoint with "
+            "its language-model head, or load this one as what it is and pass Lens(model, tokenizer)"
+        )
+    return model
+
+
+def _is_masked(config: Any) -> bool:
+    """Whether a config is that of a masked language model; where it names no language-model head, its family decides."""
+    from tangent_lens.models.families import FAMILIES
+
+    named = (config.architectures or [""])[0]
+    if named.endswith(("ForMaskedLM", "ForCausalLM", "LMHeadModel")):
+        return named.endswith("ForMaskedLM")
+    family = FAMILIES.get(config.model_type)
+    return family is not None and family.encoder and not getattr(config, "is_decoder", False)
+
+
 def _source(name: str, progress: Progress | None) -> tuple[str, str, str | None]:
     """Where to load from, what a report calls it, and the revision if the name alone says it."""
-    from tangent_lens.models.packaged import MODEL_NAME, PACKAGED_NAME, REQUIREMENT, packaged_model_folder
+    from tangent_lens.models.packaged import PACKAGED, packaged_model_folder
 
-    if name.lower() == PACKAGED_NAME:
-        return str(packaged_model_folder(progress)), f"{MODEL_NAME} (4-bit weights, widened)", REQUIREMENT
+    if packaged := PACKAGED.get(name.lower()):
+        return str(packaged_model_folder(packaged.name, progress)), packaged.title, packaged.revision
     path = Path(name)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"the folder {name} holds no config.json, so it is no saved HuggingFace model")
@@ -116,9 +160,11 @@ def _saved_tokenizer(source: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
-    except (OSError, ValueError, KeyError):
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+    # Where none was saved, transformers 5 makes one up that knows nothing but special tokens.
+    return None if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens) else tokenizer
 
 
 def _is_wrapped(model: Any) -> bool:

@@ -156,3 +156,10 @@ def test_attention_only_models_say_what_they_lack():
         "no weight gradient of mlp_in, mlp_gate was measured: it has attention layers only" in w
         for w in report.warnings
     )
+
+
+@pytest.mark.skipif("bridge" in backends_here(), reason="this TransformerLens has bridges")
+def test_loading_by_name_says_that_version_2_has_no_bridge(tmp_path):
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ImportError, match=r"transformer-lens 2\..* has no TransformerBridge.*and pass it to Lens"):
+        Lens.from_pretrained(str(tmp_path), backend="transformer_lens")

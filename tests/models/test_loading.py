@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+import transformers
 from conftest import boot_bridge, tiny_model
 from plain_reference import assert_close, random_tokens
 from transformers import LlamaForCausalLM
@@ -74,18 +78,19 @@ def test_a_name_is_sent_to_the_loader():
 @pytest.mark.parametrize("thing", [None, torch.nn.Linear(2, 2), Lens], ids=["None", "Linear", "class"])
 def test_other_objects_are_refused_with_what_to_pass(thing):
     with pytest.raises(
-        UnsupportedModel, match=r"cannot be measured; pass a HuggingFace causal language model.*from_pre"
+        UnsupportedModel,
+        match=r"is no model known here; pass a HuggingFace model, a TransformerLens HookedTransformer.*from_pre",
     ):
         wrap(thing)
 
 
 def test_a_compiled_model_is_refused_by_its_own_name():
-    with pytest.raises(UnsupportedModel, match=r"OptimizedModule cannot be measured"):
+    with pytest.raises(UnsupportedModel, match=r"OptimizedModule is no model known here"):
         wrap(torch.compile(tiny_model("llama")))
 
 
 def test_a_lens_is_no_model():
-    with pytest.raises(UnsupportedModel, match=r"tangent_lens\.lens\.Lens cannot be measured"):
+    with pytest.raises(UnsupportedModel, match=r"tangent_lens\.lens\.Lens is no model known here"):
         Lens(Lens(tiny_model("llama")))
 
 
@@ -165,3 +170,78 @@ def test_a_folder_that_holds_no_model_is_named(tmp_path):
 def test_a_folder_that_is_not_there_is_named():
     with pytest.raises(OSError, match="/nowhere/at/all"):
         load("/nowhere/at/all")
+
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+}
+
+
+def save(folder, class_name: str, **config) -> str:
+    """Save a random tiny model of a class of transformers, and return its folder."""
+    kind = getattr(transformers, class_name)
+    kind(kind.config_class(**SHAPE | config)).save_pretrained(folder)
+    return str(folder)
+
+
+def forget_architectures(folder: str) -> None:
+    """As checkpoints look that were saved without their class, for example by a training loop of one's own."""
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": None}))
+
+
+@pytest.mark.parametrize("family", ["Bert", "Roberta", "Camembert", "ModernBert", "EuroBert"])
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "by family"])
+def test_a_masked_model_is_loaded_with_its_own_head(tmp_path, family, declared):
+    if not hasattr(transformers, f"{family}ForMaskedLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    folder = save(tmp_path, f"{family}ForMaskedLM")
+    if not declared:
+        forget_architectures(folder)
+    assert type(load(folder).module).__name__ == f"{family}ForMaskedLM"
+
+
+@pytest.mark.parametrize("class_name", ["LlamaForCausalLM", "GPTNeoXForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "by family"])
+def test_a_causal_model_is_loaded_with_its_own_head(tmp_path, class_name, declared):
+    folder = save(tmp_path, class_name)
+    if not declared:
+        forget_architectures(folder)
+    assert type(load(folder).module).__name__ == class_name
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["declared", "by config"])
+def test_a_bert_that_decodes_stays_causal(tmp_path, declared):
+    folder = save(tmp_path, "BertLMHeadModel", is_decoder=True)
+    if not declared:
+        forget_architectures(folder)
+    assert type(load(folder).module).__name__ == "BertLMHeadModel"
+
+
+def test_a_pretraining_checkpoint_is_loaded_with_its_masked_head(tmp_path):
+    """The first BERTs were saved with a second head, for the next sentence; it is left aside."""
+    assert type(load(save(tmp_path, "BertForPreTraining")).module).__name__ == "BertForMaskedLM"
+
+
+@pytest.mark.parametrize(
+    "class_name", ["BertForMaskedLM", "CamembertForMaskedLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM"]
+)
+def test_no_tokenizer_is_made_up_where_none_was_saved(tmp_path, class_name):
+    lens = Lens(load(save(tmp_path, class_name)))
+    assert lens.model.tokenizer is None
+    with pytest.raises(ValueError, match="came without a tokenizer"):
+        lens.corpus(["5 6 7"])
+
+
+@pytest.mark.parametrize("class_name", ["BertModel", "BertForSequenceClassification", "GPTNeoXModel"])
+def test_a_checkpoint_without_a_head_is_not_given_a_random_one(tmp_path, class_name):
+    folder = save(tmp_path, class_name)
+    with pytest.raises(
+        ValueError, match=rf"the checkpoint {folder} holds no .*would fill with random.*Lens\(model, tokenizer\)"
+    ):
+        load(folder)
