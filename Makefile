@@ -1,15 +1,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= all
+MATRIX ?= 2,3
 
 python = $(VENV)/bin/python
 environment = $(PYTHON) packaging/environment.py --venv "$(VENV)" --extras
+matrix = $(PYTHON) packaging/matrix.py --only "$(MATRIX)" --
+
+# What has to hold beside every major version of TransformerLens; the rest of the tests needs the newest.
+matrix_tests = tests/models/test_hooked_transformer.py tests/models/test_traps.py tests/conformance
+cells = build/conformance
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench build clean
+.PHONY: help setup demo test test-matrix conformance lint format bench build clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make the environment in .venv (EXTRAS=all, or a list such as EXTRAS=plot,test)
 	@$(environment) "$(EXTRAS)"
@@ -20,6 +26,18 @@ demo: ## install what the demo needs, and run it
 
 test: lint ## lint, check types and run the tests
 	$(python) -m pytest
+
+test-matrix: ## run the backends' tests beside the newest TransformerLens 2 and 3 (MATRIX=2,3)
+	$(matrix) python -m pytest $(matrix_tests)
+
+conformance: ## compare every model family in every library with plain HuggingFace, beside every TransformerLens
+	@$(environment) test
+	@rm -rf $(cells) && mkdir -p $(cells)
+	@status=0; \
+	$(python) tests/conformance/run.py --json $(cells)/venv.json || status=1; \
+	$(matrix) python tests/conformance/run.py --json "$(cells)/{major}.json" || status=1; \
+	$(python) tests/conformance/run.py --show $(cells)/*.json || status=1; \
+	exit $$status
 
 lint: ## check style, formatting and types
 	@$(environment) test

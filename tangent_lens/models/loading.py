@@ -97,8 +97,8 @@ def _bridge_class() -> Any:
         from transformer_lens.model_bridge import TransformerBridge
     except ImportError as missing:
         raise ImportError(
-            f"transformer-lens {version('transformer-lens')} has no TransformerBridge, which loading by name takes: load the model "
-            "yourself, for example with HookedTransformer.from_pretrained_no_processing(name), and pass it to Lens(...)"
+            f"transformer-lens {version('transformer-lens')} has no TransformerBridge, which loading by name needs: load the "
+            "model yourself, for example with HookedTransformer.from_pretrained_no_processing(name), and pass it to Lens(...)"
         ) from missing
     return TransformerBridge
 

@@ -45,9 +45,9 @@ class Family:
         options: what goes into its config.
         objective: ``causal`` or ``masked``.
         eager: softcaps exist in eager attention only.
-        exact: whether transformers computes it in float64 throughout. Otherwise its norms (and a softmax or router here
-            and there) go through float32 whatever the dtype, and two programs that add in another order differ by
-            float32's rounding.
+        exact: whether transformers computes it in float64 throughout. Otherwise its norms (in ModernBERT the rotated queries
+            and keys; a softmax or a router here and there) go through float32 whatever the dtype, and two programs that add
+            in another order differ by float32's rounding.
         rotary: angles are computed in float32 by transformers; a library that computes them in float64 differs by that.
     """
 
@@ -114,6 +114,8 @@ _MASKED = (
         "ModernBert",
         _SHAPE
         | {
+            "cls_token_id": 1,
+            "sep_token_id": 2,
             "local_attention": 4,
             "attention_bias": True,
             "mlp_bias": True,
@@ -121,7 +123,6 @@ _MASKED = (
             "reference_compile": False,
         },
         "masked",
-        exact=True,
     ),
     Family("eurobert", "EuroBert", _GROUPED, "masked"),
 )
