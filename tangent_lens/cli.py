@@ -54,6 +54,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="Folder to save the repo
 def measure(
     model: ModelName,
     text: Annotated[list[Path] | None, typer.Option(help="Plain text file; give it again for more files.")] = None,
+    lines: Annotated[bool, typer.Option("--lines", help="Every line of a --text file is a text of its own.")] = False,
     dataset: Annotated[str | None, typer.Option(help="Hub id or local folder of a HuggingFace dataset.")] = None,
     column: Annotated[str, typer.Option(help="Column of the dataset that holds the text.")] = "text",
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
@@ -97,7 +98,7 @@ def measure(
     """
     with _teaching_errors():
         _check_out(out)
-        texts, name = _texts(text or [], dataset, column, split)
+        texts, name = _texts(text or [], lines, dataset, column, split)
         lens = _load(model, backend, revision, dtype, device)
         report = lens.measure(
             texts,
@@ -228,12 +229,17 @@ def _demo_lens() -> Lens:
         return Lens(model, tokenizer)
 
 
-def _texts(files: list[Path], dataset: str | None, column: str, split: str) -> tuple[Any, str]:
+def _texts(files: list[Path], lines: bool, dataset: str | None, column: str, split: str) -> tuple[Any, str]:
     """The texts to read and what the report calls them."""
     if files and dataset:
         raise ValueError("--text and --dataset were both given; choose one")
+    if lines and not files:
+        raise ValueError("--lines is about --text files, and none was given")
     if files:
-        return [_read_text(file) for file in files], ", ".join(file.name for file in files)
+        texts = [_read_text(file) for file in files]
+        if lines:
+            texts = [line for text in texts for line in text.splitlines() if line.strip()]
+        return texts, ", ".join(file.name for file in files)
     if dataset:
         return _dataset_texts(dataset, column, split), f"{dataset} ({split})"
     from tangent_lens.recording.corpus import reference_prose

@@ -247,3 +247,17 @@ def test_masks_are_for_masked_models(model_folder, text_file):
     assert "a masked loss was asked for, and GPTNeoXForCausalLM is a causal language model" in " ".join(
         result.output.split()
     )
+
+
+def test_every_line_can_be_a_text_of_its_own(model_folder, tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("5 6 7 8\n\n9 10 11\n12 13 14 15 16\n" * 4)
+    choices = ("--text", path, "--rank", 3, "--no-pack", "--out", tmp_path / "run")
+    result = run("measure", model_folder, "--lines", *choices)
+    assert result.exit_code == 0, result.output
+    corpus = tln.Report.load(tmp_path / "run").corpus
+    assert corpus.fit_sequences + corpus.test_sequences == 12
+    assert corpus.fit_tokens + corpus.test_tokens == 4 * (4 + 3 + 5)
+    refused = run("measure", model_folder, "--lines")
+    assert refused.exit_code == 1
+    assert "--lines is about --text files" in refused.output
