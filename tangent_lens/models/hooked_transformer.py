@@ -182,6 +182,11 @@ class HookedModel:
             self._model(batch.tokens, **self._mask(batch), return_type=None, stop_at_layer=self._config.n_layers)
 
     def _mask(self, batch: Batch) -> dict[str, Tensor]:
+        if "left" not in self.padding_sides and not bool(batch.attention_mask[:, 0].all()):
+            raise ValueError(
+                "this batch is padded on the left, and a HookedEncoder counts positions from the first column; "
+                "pad it on the right"
+            )
         # Always: where there is none, TransformerLens guesses it from the tokens that equal the padding token.
         return {self._layout.mask: batch.attention_mask.long()}
 

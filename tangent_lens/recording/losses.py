@@ -87,7 +87,7 @@ class UserLoss:
         if value.numel() != 1:
             raise ValueError(f"loss {self.name} returned a tensor of shape {tuple(value.shape)}; sum it to a scalar")
         if not bool(torch.isfinite(value)):
-            raise ValueError(f"loss {self.name} returned {float(value)}; nothing can be differentiated there")
+            raise ValueError(f"loss {self.name} returned {float(value.detach())}; nothing can be differentiated there")
         if not value.requires_grad:
             raise ValueError(f"loss {self.name} depends on none of the measured places, so it has no gradient")
         return value.reshape(()), len(batch.tokens) if isinstance(batch, Batch) else batch.size

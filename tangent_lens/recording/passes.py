@@ -224,7 +224,8 @@ def _padding_explained(batch: Any) -> Iterator[None]:
             raise
         raise NonFiniteRows(
             f"{problem}. This batch is padded, and some libraries give NaN where a padding row may look at nothing (eager "
-            "attention in float64; TransformerLens 3 in compatibility mode): try padding_side='right', batch_size=1, or float32"
+            "attention in float64; TransformerLens 3 in compatibility mode): padding_side='right' helps most models, "
+            "batch_size=1 all of them"
         ) from problem
 
 

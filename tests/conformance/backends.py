@@ -154,6 +154,7 @@ def _hooked_transformer(name: str, model: Any, dtype: torch.dtype, processed: bo
     from transformer_lens import HookedTransformer
 
     if name not in _OFFICIAL_NAMES or name == "bert":
+        _let_it_refuse(model)
         raise NotOffered(f"HookedTransformer lists no model of {FAMILIES[name].model_class}")
     load = HookedTransformer.from_pretrained if processed else HookedTransformer.from_pretrained_no_processing
     with _folder_with_config(name, model), _our_sizes(name, model.config):
@@ -164,6 +165,15 @@ def _hooked_transformer(name: str, model: Any, dtype: torch.dtype, processed: bo
         return hooked(tokens, return_type="logits", **({} if mask is None else {"attention_mask": mask.long()}))
 
     return Hosted(hooked, run, angles_differ=FAMILIES[name].rotary)
+
+
+def _let_it_refuse(model: Any) -> None:
+    """No name of its list has this architecture; what it says of one in a local folder."""
+    from transformer_lens import loading_from_pretrained as loading
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        loading.get_pretrained_model_config(folder)
 
 
 def _hooked_encoder(name: str, model: Any, dtype: torch.dtype) -> Hosted:

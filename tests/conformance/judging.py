@@ -22,7 +22,7 @@ from conformance.rounding import bfloat16_errors
 OK, REFUSED, NOT_OFFERED, LIBRARY_DIFFERS, WRONG = "ok", "refused", "not offered", "library differs", "WRONG"
 # Truly float64 arithmetic loses some 4 digits on the way through three random layers, forward and backward.
 EXACT = 1e-10
-# One float32 rounding (6e-8) inside, here of norms or rotary angles, grows as much; up to 9e-6 was seen.
+# One float32 rounding (6e-8) inside, here of norms or rotary angles, grows as much; up to 6e-6 was seen.
 ROUNDED = 3e-5
 # In float32 throughout every operation rounds.
 FLOAT32 = 2e-4

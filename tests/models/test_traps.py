@@ -115,7 +115,7 @@ class TestOnABridge:
     @pytest.mark.skipif(MAJOR != 3, reason="a trap of TransformerLens 3")
     def test_left_padding_in_compatibility_mode_is_nan_in_version_3_and_refused(self):
         lens = Lens(host("gpt2", "bridge_compatibility").model)
-        with pytest.raises(NonFiniteRows, match=r"NaN.*This batch is padded.*padding_side='right', batch_size=1"):
+        with pytest.raises(NonFiniteRows, match=r"NaN.*This batch is padded.*padding_side='right'.*batch_size=1"):
             lens.measure(SEQUENCES, rank=2, padding_side="left", batch_size=4, progress=False)
         assert lens.measure(SEQUENCES, rank=2, batch_size=4, progress=False).measurements
 
@@ -233,6 +233,9 @@ class TestOnAHookedEncoder:
             lens.measure(SEQUENCES, rank=2, loss=loss, padding_side="left", progress=False)
         with pytest.raises(ValueError, match=r"padding_side 'left'"):
             lens.record(SEQUENCES, padding_side="left", gradients=False, progress=False)
+        (batch,) = lens.corpus(SEQUENCES).batches(12, padding_side="left")
+        with pytest.raises(ValueError, match=r"padded on the left.*pad it on the right"):
+            lens.model.run(batch)
 
 
 class TestOnHuggingFace:
