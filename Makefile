@@ -1,11 +1,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= all
-MATRIX ?= 2,3
+MATRIX ?= --only 2,3
 
 python = $(VENV)/bin/python
 environment = $(PYTHON) packaging/environment.py --venv "$(VENV)" --extras
-matrix = $(PYTHON) packaging/matrix.py --only "$(MATRIX)" --
+matrix = $(PYTHON) packaging/matrix.py $(MATRIX) --
 
 # What has to hold beside every major version of TransformerLens; the rest of the tests needs the newest.
 matrix_tests = tests/models/test_hooked_transformer.py tests/models/test_traps.py tests/conformance
@@ -27,7 +27,7 @@ demo: ## install what the demo needs, and run it
 test: lint ## lint, check types and run the tests
 	$(python) -m pytest
 
-test-matrix: ## run the backends' tests beside the newest TransformerLens 2 and 3 (MATRIX=2,3)
+test-matrix: ## run the backends' tests beside the newest TransformerLens 2 and 3 (MATRIX="--only 2,3 --fresh")
 	$(matrix) python -m pytest $(matrix_tests)
 
 conformance: ## compare every model family in every library with plain HuggingFace, beside every TransformerLens

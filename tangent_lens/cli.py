@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,15 +18,45 @@ from rich.markup import escape
 from rich.table import Table
 
 from tangent_lens import __version__
+from tangent_lens.cli_options import (
+    PROSE,
+    Backend,
+    BatchSize,
+    Controls,
+    DatasetName,
+    Device,
+    Dtype,
+    Heads,
+    Lines,
+    ModelName,
+    Out,
+    Pack,
+    PrependBos,
+    Rank,
+    Revision,
+    Seed,
+    SequenceLength,
+    Sequences,
+    SkipFirst,
+    SkipSpecial,
+    Split,
+    Text,
+    TextColumn,
+    check_out,
+    layer_names,
+    rank_of,
+    texts_of,
+    whole_numbers,
+)
 from tangent_lens.reports.console import show as print_result
 from tangent_lens.reports.console import terminal_progress
 
 if TYPE_CHECKING:
     from tangent_lens.lens import Lens
+    from tangent_lens.measures.attention_report import AttentionReport
     from tangent_lens.measures.report import Report
     from tangent_lens.recording.masking import MaskedLoss
 
-PROSE = "Python reference manual (pydoc_data.topics)"
 # Enough for stable energies at d_model 576, and a few minutes on two cores.
 DEMO_SEQUENCES = 64
 DEMO_RANK = 16
@@ -39,40 +69,28 @@ app = typer.Typer(
     help="How much of a language model's learning lives in its tangent directions: gradient energy, isotropy, controls.",
 )
 
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A hub id, a local folder, or a packaged real model: smollm2-135m, rxnfp-pretrained."
-    ),
-]
-Backend = Annotated[str, typer.Option(help="Library that runs the model: huggingface or transformer_lens.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Folder to save the report in.")]
-
 
 @app.command()
 def measure(
     model: ModelName,
-    text: Annotated[list[Path] | None, typer.Option(help="Plain text file; give it again for more files.")] = None,
-    lines: Annotated[bool, typer.Option("--lines", help="Every line of a --text file is a text of its own.")] = False,
-    dataset: Annotated[str | None, typer.Option(help="Hub id or local folder of a HuggingFace dataset.")] = None,
-    column: Annotated[str, typer.Option(help="Column of the dataset that holds the text.")] = "text",
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    text: Text = None,
+    lines: Lines = False,
+    dataset: DatasetName = None,
+    column: TextColumn = "text",
+    split: Split = "train",
     sites: Annotated[
         str, typer.Option(help="Where residual gradients are measured, for example resid_post.0:4,embedding.")
     ] = "resid_post.*",
-    rank: Annotated[str, typer.Option(help="Dimensions of the tangent proxy, or a variance share such as 0.9.")] = "16",
+    rank: Rank = "16",
     gradients: Annotated[str, typer.Option(help="residual, weight, or both with a comma.")] = "residual,weight",
-    controls: Annotated[int, typer.Option(help="Random normal subspaces to compare with.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of the fit/test split and of the controls.")] = 0,
-    sequences: Annotated[int, typer.Option(help="At most this many sequences; half fit the proxies. 0 for all.")] = 128,
-    sequence_length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
-    pack: Annotated[bool, typer.Option(help="Let texts follow one another inside a sequence.")] = True,
-    prepend_bos: Annotated[
-        bool | None, typer.Option(help="Begin every sequence with the beginning-of-text token.")
-    ] = None,
-    skip_first: Annotated[bool, typer.Option(help="Leave first positions out of every statistic.")] = False,
-    skip_special: Annotated[bool, typer.Option(help="Leave special tokens out of every statistic.")] = False,
+    controls: Controls = 20,
+    seed: Seed = 0,
+    sequences: Sequences = 128,
+    sequence_length: SequenceLength = 128,
+    pack: Pack = True,
+    prepend_bos: PrependBos = None,
+    skip_first: SkipFirst = False,
+    skip_special: SkipSpecial = False,
     mask_share: Annotated[
         float | None, typer.Option(help="Of a masked language model: share of the tokens to predict (0.15).")
     ] = None,
@@ -84,11 +102,11 @@ def measure(
         typer.Option(help="Fit weight proxies on the maps' own input, or on the residual stream: input or residual."),
     ] = "input",
     shrinkage: Annotated[float, typer.Option(help="Shrink covariances towards the identity in IsoScore*.")] = 0.0,
-    batch_size: Annotated[int, typer.Option(help="Sequences run at once; changes no number.")] = 8,
+    batch_size: BatchSize = 8,
     backend: Backend = "huggingface",
     revision: Revision = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps.")] = "cpu",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
     out: Out = None,
     maps: Annotated[bool, typer.Option("--maps", help="Also print one row a linear map.")] = False,
 ) -> None:
@@ -97,13 +115,13 @@ def measure(
     Without --text or --dataset it reads the reference manual that every Python carries.
     """
     with _teaching_errors():
-        _check_out(out)
-        texts, name = _texts(text or [], lines, dataset, column, split)
+        check_out(out, "report")
+        texts, name = texts_of(text or [], lines, dataset, column, split)
         lens = _load(model, backend, revision, dtype, device)
         report = lens.measure(
             texts,
             sites,
-            rank=_rank(rank),
+            rank=rank_of(rank),
             gradients=tuple(one.strip() for one in gradients.split(",") if one.strip()),
             loss=_masked_loss(mask_share, mask_style, seed),
             controls=controls,
@@ -124,17 +142,82 @@ def measure(
 
 
 @app.command()
+def attention(
+    model: ModelName,
+    text: Text = None,
+    lines: Lines = False,
+    dataset: DatasetName = None,
+    column: TextColumn = "text",
+    split: Split = "train",
+    layers: Annotated[str, typer.Option(help="Which layers, for example 0,5,15 or 0:6; all by default.")] = "*",
+    rank: Rank = "16",
+    controls: Controls = 20,
+    seed: Seed = 0,
+    sequences: Sequences = 128,
+    sequence_length: SequenceLength = 128,
+    pack: Pack = True,
+    prepend_bos: PrependBos = None,
+    skip_first: SkipFirst = False,
+    skip_special: SkipSpecial = False,
+    distance: Annotated[
+        str, typer.Option(help="Also D by key distance; where its buckets begin, for example 1,4,16,64.")
+    ] = "",
+    frequency: Annotated[
+        int, typer.Option(help="Also D by how often the query's token occurs, in this many buckets.")
+    ] = 0,
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="Also how the parts grow with the radius of the rows.")
+    ] = False,
+    batch_size: BatchSize = 8,
+    backend: Backend = "huggingface",
+    revision: Revision = None,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    out: Out = None,
+    heads: Heads = False,
+) -> None:
+    """Measure how far tangent terms dominate the attention scores of every layer and head, and print the table.
+
+    Without --text or --dataset it reads the reference manual that every Python carries.
+    """
+    with _teaching_errors():
+        check_out(out, "attention report")
+        edges = whole_numbers(distance, "--distance")
+        texts, name = texts_of(text or [], lines, dataset, column, split)
+        lens = _load(model, backend, revision, dtype, device)
+        report = lens.attention(
+            texts,
+            [site.layer for site in lens.resolve(layer_names(layers)) if site.layer is not None],
+            rank=rank_of(rank),
+            controls=controls,
+            seed=seed,
+            max_sequences=sequences or None,
+            sequence_length=sequence_length,
+            pack=pack,
+            prepend_bos=prepend_bos,
+            skip_first=skip_first,
+            skip_special=skip_special,
+            distance_edges=edges,
+            frequency_buckets=frequency,
+            scaling=scaling,
+            batch_size=batch_size,
+            name=name,
+        )
+        _save(report, out)
+        _print(report, heads)
+
+
+@app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="Folder of a saved report.")],
-    maps: Annotated[bool, typer.Option("--maps", help="Also print one row a linear map.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved report, of gradients or of attention scores.")],
+    maps: Annotated[bool, typer.Option("--maps", help="Also print one row a linear map, of gradients.")] = False,
+    heads: Heads = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plot into this file (png, pdf, svg).")] = None,
 ) -> None:
     """Print a saved report."""
     with _teaching_errors():
-        from tangent_lens.measures.report import Report
-
-        report = Report.load(folder)
-        _print(report, maps)
+        report = _load_report(folder, maps, heads)
+        _print(report, maps or heads)
         if plot is not None:
             report.plot().savefig(plot, dpi=150)
             Console(stderr=True).print(f"plot drawn into {plot}")
@@ -179,11 +262,11 @@ def demo(
     with _teaching_errors():
         from tangent_lens.recording.corpus import reference_prose
 
-        _check_out(out)
+        check_out(out, "report")
         lens = _demo_lens()
         report = lens.measure(reference_prose(), rank=DEMO_RANK, max_sequences=sequences, pack=True, name=PROSE)
         _save(report, out)
-        _print(report, maps=False)
+        _print(report, single=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -229,57 +312,6 @@ def _demo_lens() -> Lens:
         return Lens(model, tokenizer)
 
 
-def _texts(files: list[Path], lines: bool, dataset: str | None, column: str, split: str) -> tuple[Any, str]:
-    """The texts to read and what the report calls them."""
-    if files and dataset:
-        raise ValueError("--text and --dataset were both given; choose one")
-    if lines and not files:
-        raise ValueError("--lines is about --text files, and none was given")
-    if files:
-        texts = [_read_text(file) for file in files]
-        if lines:
-            texts = [line for text in texts for line in text.splitlines() if line.strip()]
-        return texts, ", ".join(file.name for file in files)
-    if dataset:
-        return _dataset_texts(dataset, column, split), f"{dataset} ({split})"
-    from tangent_lens.recording.corpus import reference_prose
-
-    return reference_prose(), PROSE
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise ValueError(
-            f"{file} is not UTF-8 text ({problem.reason} at byte {problem.start}); convert it first"
-        ) from None
-
-
-def _dataset_texts(name: str, column: str, split: str) -> Iterator[str]:
-    try:
-        from datasets import load_dataset
-    except ImportError as missing:
-        raise ImportError(
-            '--dataset needs the datasets library; install it with: pip install "tangent-lens[data]"'
-        ) from missing
-    rows = load_dataset(name, split=split, streaming=True)
-    for row in rows:
-        if column not in row:
-            raise ValueError(f"the dataset {name} has no column {column!r}; it has {', '.join(row)}; use --column")
-        yield row[column]
-
-
-def _rank(text: str) -> int | float:
-    try:
-        rank = float(text) if "." in text else int(text)
-    except ValueError:
-        rank = 0.0
-    if isinstance(rank, float) and not 0 < rank < 1:
-        raise ValueError(f"rank {text!r} must be a whole number, or a variance share such as 0.9")
-    return rank
-
-
 def _masked_loss(share: float | None, style: str | None, seed: int) -> MaskedLoss | None:
     """The masked-token loss that the options ask for; None where neither was given, and the model decides."""
     if share is None and style is None:
@@ -290,21 +322,33 @@ def _masked_loss(share: float | None, style: str | None, seed: int) -> MaskedLos
     return MaskedLoss(seed=seed, **{name: value for name, value in asked.items() if value is not None})  # pyright: ignore[reportArgumentType]
 
 
-def _print(report: Report, maps: bool) -> None:
-    print_result(report)
+def _load_report(folder: Path, maps: bool, heads: bool) -> Report | AttentionReport:
+    """A report of either kind, refused where an option is about the other."""
+    from tangent_lens.measures.attention_report import AttentionReport
+    from tangent_lens.measures.report import Report
+    from tangent_lens.reports.files import ATTENTION_REPORT, kind_of_report
+
+    if kind_of_report(folder) != ATTENTION_REPORT:
+        if heads:
+            raise ValueError(f"--heads is about reports of attention scores, and {folder} holds none")
+        return Report.load(folder)
     if maps:
-        print_result(report.maps())
+        raise ValueError(
+            f"--maps is about reports of gradients, and {folder} holds one of attention scores; use --heads"
+        )
+    return AttentionReport.load(folder)
 
 
-def _check_out(out: Path | None) -> None:
-    """Find out that a report cannot be saved before the model runs, not after."""
-    if out is not None:
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"--out {out} is a file; name a folder")
-        out.mkdir(parents=True, exist_ok=True)
+def _print(report: Report | AttentionReport, single: bool) -> None:
+    """A report and, if asked for, one row a linear map or head."""
+    print_result(report)
+    if single:
+        from tangent_lens.measures.report import Report
+
+        print_result(report.maps() if isinstance(report, Report) else report.by_head())
 
 
-def _save(report: Report, out: Path | None) -> None:
+def _save(report: Report | AttentionReport, out: Path | None) -> None:
     if out is not None:
         report.save(out)
         Console(stderr=True).print(

@@ -11,19 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from tangent_lens.measures.analysis import concentration_warnings, fit_proxies, measure_gradients, summarise_space
+from tangent_lens.measures.attention_measure import measure_attention
+from tangent_lens.measures.attention_report import AttentionReport, AttentionSettings
 from tangent_lens.measures.plan import check_proxies, plan_measurement
 from tangent_lens.measures.report import CorpusDescription, Report, Settings, library_versions
 from tangent_lens.models.loading import load, wrap
 from tangent_lens.models.modules import ModuleModel
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Model, ModelDescription, width_of
 from tangent_lens.models.state import frozen_parameters
-from tangent_lens.progress import Progress
+from tangent_lens.progress import Progress, chosen_progress
 from tangent_lens.recording.attach import HostHook, Taps
 from tangent_lens.recording.corpus import Corpus
-from tangent_lens.recording.inputs import InputCorpus
+from tangent_lens.recording.inputs import InputCorpus, refuse_text_options
 from tangent_lens.recording.losses import Loss, choose_loss
 from tangent_lens.recording.moments import Moments
-from tangent_lens.recording.passes import record_activations, record_gradients
+from tangent_lens.recording.passes import activations_only, record_activations, record_gradients
 from tangent_lens.recording.reading import Texts, read_corpus
 from tangent_lens.sites import Site, SiteSelection, resid_post, resolve
 
@@ -74,7 +76,7 @@ class Lens:
         Raises: as :func:`tangent_lens.models.loading.load`.
         """
         options = {"backend": backend, "revision": revision, "dtype": dtype, "device": device}
-        return cls(load(name, **options, progress=_progress(progress)))
+        return cls(load(name, **options, progress=chosen_progress(progress)))
 
     @property
     def description(self) -> ModelDescription:
@@ -149,7 +151,7 @@ class Lens:
         """
         options = {"max_sequences": max_sequences, "name": name}
         if isinstance(self.model, ModuleModel):
-            _refuse_text_options(sequence_length=sequence_length, pack=pack or None, prepend_bos=prepend_bos)
+            refuse_text_options(sequence_length=sequence_length, pack=pack or None, prepend_bos=prepend_bos)
             return InputCorpus.of(texts, **options)  # pyright: ignore[reportArgumentType]
         options |= {"sequence_length": sequence_length, "pack": pack, "prepend_bos": prepend_bos}
         return read_corpus(texts, self.model.tokenizer, **options)
@@ -184,12 +186,12 @@ class Lens:
         self._check_padding(padding_side)
         skips = {"skip_first": skip_first, "skip_special": skip_special}
         batches = corpus.batches(batch_size, padding_side=padding_side, pad_id=self._pad_id(), **skips)
-        shown = {"progress": _progress(progress), "tokens": corpus.tokens}
+        shown = {"progress": chosen_progress(progress), "tokens": corpus.tokens}
         if gradients or cross:
             wanted = {"loss": choose_loss(loss, self.model, seed), "activations": True, "cross": cross}
             return record_gradients(self.model, batches, chosen, **wanted, **shown).moments
         records = record_activations(self.model, batches, chosen, **shown)
-        return {site: _activations_only(site, record.moments) for site, record in records.items()}
+        return {site: activations_only(site, record.moments) for site, record in records.items()}
 
     def measure(
         self,
@@ -283,7 +285,7 @@ class Lens:
             name=name,
         )
         fit, test = corpus.split(fit_fraction, seed)
-        shown = _progress(progress)
+        shown = chosen_progress(progress)
         activations = record_activations(
             self.model, self._batches(fit, settings), plan.fit_sites, loss=objective, progress=shown, tokens=fit.tokens
         )
@@ -323,6 +325,42 @@ class Lens:
             subspaces={site.name: proxy for site, proxy in proxies.items()},
         )
 
+    def attention(
+        self,
+        texts: Texts,
+        layers: Sequence[int] | None = None,
+        *,
+        batch_size: int = 8,
+        padding_side: str = "right",
+        progress: bool | Progress = True,
+        name: str = "texts",
+        **settings: Any,
+    ) -> AttentionReport:
+        """How far tangent terms dominate the attention scores of every head, against random normals.
+
+        Two forward passes: over the fit sequences for the tangent proxies of the residual stream that each layer's attention
+        reads, over the test sequences for the scores. Only sums stay.
+
+        Args:
+            layers: which; None for all.
+            settings: any field of :class:`AttentionSettings`: ``rank``, ``controls``, ``seed``, ``distance_edges``,
+                ``frequency_buckets``, ``scaling``, and how texts become sequences, as in :meth:`measure`.
+
+        Raises:
+            ValueError: settings or layers that do not fit the model or the corpus.
+            UnsupportedModel: a model whose scores cannot be split.
+        """
+        chosen = AttentionSettings(batch_size=batch_size, padding_side=padding_side, **settings)
+        self._check_padding(padding_side)
+        reading = {
+            option: getattr(chosen, option) for option in ("sequence_length", "pack", "max_sequences", "prepend_bos")
+        }
+        corpus = self.corpus(texts, name=name, **reading)
+        if isinstance(corpus, InputCorpus):
+            raise ValueError("a module of unknown structure has no attention scores that could be split")
+        shown = {"pad_id": self._pad_id(), "progress": chosen_progress(progress)}
+        return measure_attention(self.model, corpus, chosen, layers=layers, **shown)
+
     def _chosen(self, sites: SiteSelection | None) -> tuple[Site, ...]:
         if sites is None:
             return self.model.sites if isinstance(self.model, ModuleModel) else self.resolve(resid_post())
@@ -353,28 +391,4 @@ class Lens:
         return (
             f"Lens({shape.name}, {shape.library}: {shape.n_layers} layers, d_model {shape.d_model}, "
             f"{len(self.sites)} sites, {len(self.maps)} maps)"
-        )
-
-
-def _progress(wanted: bool | Progress) -> Progress | None:
-    if not isinstance(wanted, bool):
-        return wanted
-    if not wanted:
-        return None
-    from tangent_lens.reports.console import terminal_progress
-
-    return terminal_progress()
-
-
-def _activations_only(site: Site, activations: Any) -> Moments:
-    moments = Moments(activations.width, name=site.name)
-    moments.activations = activations
-    return moments
-
-
-def _refuse_text_options(**options: Any) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)}: these cut texts into windows; your module is called with your batches as they are"
         )

@@ -32,3 +32,14 @@ class NoProgress:
 
     def finish(self) -> None:
         """Nothing to show."""
+
+
+def chosen_progress(wanted: bool | Progress) -> Progress | None:
+    """The display a person asked for: their own, one on the terminal (none where output is no terminal), or none."""
+    if not isinstance(wanted, bool):
+        return wanted
+    if not wanted:
+        return None
+    from tangent_lens.reports.console import terminal_progress
+
+    return terminal_progress()

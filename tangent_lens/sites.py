@@ -225,7 +225,10 @@ def _matches(pattern: SitePattern, available: Sequence[Site], absent: Mapping[st
     if pattern.layers is None:
         return of_kind
     if isinstance(pattern.layers, slice):
-        chosen = of_kind[pattern.layers]
+        # Layers of the model, also those that lack this kind.
+        depth = 1 + max(site.layer for site in available if site.layer is not None)
+        wanted = range(depth)[pattern.layers]
+        chosen = [site for site in of_kind if site.layer in wanted]
         if not chosen:
             raise ValueError(f"{pattern} selects no layer of this model, which has {_layer_range(of_kind)}")
         return chosen

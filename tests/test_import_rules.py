@@ -28,6 +28,7 @@ HEIGHT = {
     "dynamics": 5,
     "lens": 6,
     "reports": 7,
+    "cli_options": 8,
     "cli": 8,
     "__main__": 9,
     "__init__": 9,

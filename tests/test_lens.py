@@ -13,6 +13,7 @@ from model_snapshot import Snapshot, unusual_state
 from plain_reference import assert_close, plain_pass, random_sequences, random_tokens, singles
 
 from tangent_lens.lens import Lens
+from tangent_lens.measures.report import Report
 from tangent_lens.recording.corpus import Corpus
 from tangent_lens.sites import Site, resid_post
 
@@ -680,3 +681,12 @@ class TestWhatPeopleHold:
         for name, value in (("seed", -1), ("controls", 2.5), ("batch_size", 2.5)):
             with pytest.raises(ValueError, match=f"{name} {value} must be a whole number"):
                 measured(tiny_model("gpt2"), **{name: value})
+
+
+def test_settings_that_are_numpy_numbers_can_be_saved(tmp_path):
+    numbers = {"rank": np.int64(2), "seed": np.int64(3), "controls": np.int32(5), "shrinkage": np.float64(0.25)}
+    report = Lens(tiny_model("gpt2")).measure(SEQUENCES, progress=False, **numbers)
+    report.save(tmp_path)
+    loaded = Report.load(tmp_path)
+    assert loaded.settings == report.settings
+    assert (loaded.settings.rank, loaded.settings.seed, loaded.settings.shrinkage) == (2, 3, 0.25)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from explicit import PROPERTY
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tangent_lens import sites
-from tangent_lens.sites import KINDS, LAYER_KINDS, Site, SitePattern, parse, resolve
+from tangent_lens.sites import KINDS, LAYER_KINDS, NAMED, Site, SitePattern, parse, resolve
 
 LAYERS = 6
 AVAILABLE = (Site("embedding"), *(Site(kind, layer) for layer in range(LAYERS) for kind in LAYER_KINDS))
@@ -233,3 +235,130 @@ def test_kinds_are_the_embedding_and_those_of_layers():
     assert KINDS[0] == "embedding"
     assert KINDS[1:] == LAYER_KINDS
     assert len(set(KINDS)) == len(KINDS)
+
+
+# --- Models that lack a place in some layers ---------------------------------------------------------------------------
+
+REASON = "its maps read the residual stream itself; write resid_pre"
+WITHOUT_FIRST = tuple(site for site in AVAILABLE if site.name != "attention_input.0")
+ABSENT = {"attention_input.0": REASON}
+
+
+class TestASiteThatOneLayerLacks:
+    @pytest.mark.parametrize(
+        "selection",
+        ["attention_input.0", f"attention_input.-{LAYERS}", "blocks.0.ln1.hook_out", Site("attention_input", 0)],
+        ids=str,
+    )
+    def test_it_gives_its_own_reason(self, selection):
+        with pytest.raises(ValueError, match=rf"this model has no attention_input\.0: {REASON}"):
+            resolve(selection, WITHOUT_FIRST, ABSENT)
+
+    def test_a_list_that_holds_it_is_refused(self):
+        with pytest.raises(ValueError, match=r"no attention_input\.0: "):
+            resolve(sites.attention_input(1, 0), WITHOUT_FIRST, ABSENT)
+
+    def test_all_layers_are_those_that_have_it(self):
+        for selection in ("attention_input.*", "attention_input", "blocks.*.ln1.hook_out", sites.attention_input()):
+            assert names(selection, WITHOUT_FIRST, ABSENT) == at("attention_input", 1, 2, 3, 4, 5)
+
+    def test_other_layers_and_other_kinds_do_not_notice(self):
+        assert names("attention_input.1", WITHOUT_FIRST, ABSENT) == ["attention_input.1"]
+        assert names("attention_input.-1", WITHOUT_FIRST, ABSENT) == ["attention_input.5"]
+        assert names("mlp_input.0", WITHOUT_FIRST, ABSENT) == ["mlp_input.0"]
+
+    def test_a_layer_that_no_model_of_this_depth_has_offers_the_nearest_as_ever(self):
+        with pytest.raises(ValueError, match=r"attention_input\.9 is not in this model.*nearest: attention_input\.5"):
+            resolve("attention_input.9", WITHOUT_FIRST, ABSENT)
+        with pytest.raises(ValueError, match=r"attention_input\.0 is not in this model.*nearest: attention_input\.1"):
+            resolve("attention_input.0", WITHOUT_FIRST)
+
+    @given(start=layer_bounds, stop=layer_bounds, missing=st.sets(st.integers(0, LAYERS - 1), max_size=4))
+    @PROPERTY
+    def test_a_slice_counts_layers_and_not_the_sites_that_are_there(self, start, stop, missing):
+        """``attention_input.1:3`` means layers 1 and 2, whether or not layer 0 has such a site."""
+        lacking = {f"attention_input.{layer}" for layer in missing}
+        available = [site for site in AVAILABLE if site.name not in lacking]
+        expected = [layer for layer in range(LAYERS)[start:stop] if layer not in missing]
+        pattern, absent = SitePattern("attention_input", slice(start, stop)), dict.fromkeys(lacking, REASON)
+        for selection in (pattern, str(pattern)):
+            if expected:
+                assert names(selection, available, absent) == at("attention_input", *expected)
+            else:
+                with pytest.raises(ValueError, match="selects no layer"):
+                    resolve(selection, available, absent)
+
+
+class TestNamesThatWouldMislead:
+    """A hook name of the host library that is another tensor here than the site it names elsewhere."""
+
+    MISLEADING = {"hook_resid_mid": "on this model that stands before the norm; write resid_mid"}  # noqa: RUF012
+
+    @pytest.mark.parametrize("layer", ["0", "3", "*"])
+    def test_they_are_refused_with_what_to_write(self, layer):
+        name = f"blocks.{layer}.hook_resid_mid"
+        for selection in (name, f" {name} ", f"resid_post.1,{name}", [Site("resid_post", 1), name]):
+            with pytest.raises(ValueError, match=r"hook_resid_mid ?': on this model .*; write resid_mid"):
+                resolve(selection, AVAILABLE, {}, self.MISLEADING)
+        assert resolve(name, AVAILABLE)
+
+    def test_the_sites_own_names_and_other_hooks_mislead_nobody(self):
+        for selection in ("resid_mid.3", Site("resid_mid", 3), sites.resid_mid(3)):
+            assert resolve(selection, AVAILABLE, {}, self.MISLEADING) == (Site("resid_mid", 3),)
+        assert resolve("blocks.3.hook_resid_post", AVAILABLE, {}, self.MISLEADING) == (Site("resid_post", 3),)
+
+
+# --- Sites that a person named in a module of their own ----------------------------------------------------------------
+
+LABELS = ("middle", "encoder.2.out", "resid_post.3", "embedding", "§ 4")
+NAMED_SITES = tuple(Site(NAMED, label=label) for label in LABELS)
+
+
+class TestNamedSites:
+    @pytest.mark.parametrize("label", LABELS)
+    def test_a_name_leads_to_its_site_even_if_it_looks_like_another(self, label):
+        site = Site(NAMED, label=label)
+        assert site.name == str(site) == label and site.kind == "named" and site.layer is None
+        for selection in (label, f" {label} ", site, [site], [label, site]):
+            assert resolve(selection, NAMED_SITES) == (site,)
+
+    def test_several_come_once_and_in_the_order_of_the_module(self):
+        assert names("§ 4, middle,§ 4", NAMED_SITES) == ["middle", "§ 4"]
+        assert names(["embedding", NAMED_SITES[0]], NAMED_SITES) == ["middle", "embedding"]
+        assert names("*", NAMED_SITES) == names(["*", "middle"], NAMED_SITES) == list(LABELS)
+        assert sorted(NAMED_SITES, key=lambda site: site.order) == list(NAMED_SITES)
+
+    @pytest.mark.parametrize(
+        "selection",
+        ["center", "resid_post.*", "resid_post.4", "encoder", "middle.0", "blocks.3.hook_resid_post", "", "0"],
+    )
+    def test_an_unknown_name_lists_the_persons_own(self, selection):
+        with pytest.raises(
+            ValueError, match=r"is no site of this module; the sites you named: middle, encoder\.2\.out, resid_p"
+        ):
+            resolve(selection, NAMED_SITES)
+
+    def test_patterns_and_sites_of_transformers_are_unknown_too(self):
+        for selection in (sites.resid_post(), Site("resid_post", 2), sites.embedding().kind + "s"):
+            with pytest.raises(ValueError, match=rf"'{re.escape(str(selection))}' is no site of this module"):
+                resolve(selection, NAMED_SITES)
+
+    def test_nothing_selected(self):
+        with pytest.raises(ValueError, match="no site selected"):
+            resolve([], NAMED_SITES)
+
+    def test_a_label_belongs_to_named_sites_and_only_to_them(self):
+        with pytest.raises(ValueError, match=r"'named' with label ''"):
+            Site(NAMED)
+        with pytest.raises(ValueError, match=r"'resid_post' with label 'mine'"):
+            Site("resid_post", 1, "mine")
+        with pytest.raises(ValueError, match=r"'named' is no kind of site"):
+            SitePattern(NAMED)
+        with pytest.raises(ValueError, match=r"'named\.3' names no site"):
+            parse("named.3")
+
+    def test_two_labels_are_two_sites_and_a_label_is_no_kind(self):
+        assert Site(NAMED, label="a") != Site(NAMED, label="b")
+        assert len({Site(NAMED, label="a"), Site(NAMED, label="a")}) == 1
+        assert NAMED not in KINDS
+        assert Site(NAMED, label="resid_post.3") != Site("resid_post", 3)

@@ -67,7 +67,16 @@ def fit_proxies(records: Mapping[Site, ActivationRecord], settings: Settings) ->
     Raises:
         ValueError: a rank that a site does not allow.
     """
-    return {site: fit_pca(record.moments, settings.rank, center=settings.center) for site, record in records.items()}
+    return {site: fit_proxy(record, settings.rank, settings.center) for site, record in records.items()}
+
+
+def fit_proxy(record: ActivationRecord, rank: int | float, center: bool) -> Subspace:
+    """The tangent proxy of one recorded site.
+
+    Raises:
+        ValueError: a rank that the site does not allow.
+    """
+    return fit_pca(record.moments, rank, center=center)
 
 
 def measure_gradients(

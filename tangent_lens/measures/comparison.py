@@ -17,6 +17,7 @@ _DECISIVE = (
     "rank",
     "controls",
     "seed",
+    "maps",
     "loss",
     "fit_site",
     "center",

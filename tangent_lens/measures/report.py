@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
@@ -45,6 +47,18 @@ class Settings:
     batch_size: int = 8
     padding_side: str = "right"
 
+    def __post_init__(self) -> None:
+        """Numbers of NumPy become Python's own, which files can hold."""
+        hold_plain_numbers(self)
+
+
+def hold_plain_numbers(settings: Any) -> None:
+    """Turn the NumPy numbers among the fields of a frozen dataclass into Python's own."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(settings, one.name, value.item())
+
 
 @dataclass(frozen=True)
 class CorpusDescription:
@@ -52,7 +66,8 @@ class CorpusDescription:
 
     Attributes:
         fit_rows: rows behind each subspace; test_rows: rows behind each gradient.
-        loss: mean loss on the test sequences, in nats, over each ``loss_unit`` (token, masked token, sequence).
+        loss: mean loss on the test sequences, in nats, over each ``loss_unit`` (token, masked token, sequence);
+            None where none was computed.
     """
 
     name: str
@@ -62,7 +77,7 @@ class CorpusDescription:
     test_tokens: int
     fit_rows: int
     test_rows: int
-    loss: float
+    loss: float | None
     left_out: tuple[str, ...] = ()
     loss_unit: str = "token"
 

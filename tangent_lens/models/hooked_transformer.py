@@ -155,6 +155,11 @@ class HookedModel:
         )
 
     @property
+    def norm_first(self) -> bool:
+        """Whether the attention reads the stream through a norm."""
+        return self._norm_first
+
+    @property
     def device(self) -> torch.device:
         """Where its token ids must lie."""
         return input_device(self.module)

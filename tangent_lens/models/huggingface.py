@@ -52,20 +52,20 @@ class HuggingFaceModel:
         self.module: nn.Module = model
         self.tokenizer = tokenizer
         self._model = model
-        self._family = family_of(model)
+        self.family = family_of(model)
         self._name = name or model.name_or_path or type(model).__name__
         self._revision = revision or getattr(model.config, "_commit_hash", None) or "unknown"
-        self._body = base = _body_of(model, self._family)
-        self._blocks: list[Any] = list(part_at(base, self._family.blocks))
-        self._prefix = ".".join(filter(None, (_name_of(model, base), self._family.blocks)))
-        columns = self._family.fused_columns
-        self._columns: dict[str, Tensor] = columns(model.config) if columns else {}
+        self._body = base = _body_of(model, self.family)
+        self.blocks: list[Any] = list(part_at(base, self.family.blocks))
+        self._prefix = ".".join(filter(None, (_name_of(model, base), self.family.blocks)))
+        columns = self.family.fused_columns
+        self.columns: dict[str, Tensor] = columns(model.config) if columns else {}
         self.objective = objective_of(model)
-        self.longest_sequence: int | None = self._family.longest_sequence(model.config)
+        self.longest_sequence: int | None = self.family.longest_sequence(model.config)
         self.absent: Mapping[str, str]
-        self.absent, self.sites = sites_of(self._family, model, self._blocks)
+        self.absent, self.sites = sites_of(self.family, model, self.blocks)
         self._shape = self.description
-        self.maps = tuple(one for layer in range(len(self._blocks)) for one in self._maps_of(layer))
+        self.maps = tuple(one for layer in range(len(self.blocks)) for one in self._maps_of(layer))
         self._accepted = {part: set(inspect.signature(part.forward).parameters) for part in (model, base)}
 
     @property
@@ -88,7 +88,7 @@ class HuggingFaceModel:
         """Where the tensor of a site passes."""
         if site.layer is None:
             return self.gradient_starts()[0]
-        family, block, width = self._family, self._blocks[site.layer], width_of(self._shape, site)
+        family, block, width = self.family, self.blocks[site.layer], width_of(self._shape, site)
         if site.kind == "resid_pre":
             return self._point(site.layer, "", "input", width=width)
         if site.kind == "resid_post":
@@ -99,7 +99,7 @@ class HuggingFaceModel:
             return self._point(site.layer, family.query, "input", width=width)
         if site.kind == "mlp_input":
             return self._point(site.layer, family.mixture_of(block) or family.mlp_in, "input", width=width)
-        columns = self._columns.get(site.kind)
+        columns = self.columns.get(site.kind)
         return self._point(site.layer, getattr(family, site.kind), "output", columns, width)
 
     def gradient_starts(self) -> tuple[TapPoint, ...]:
@@ -124,25 +124,25 @@ class HuggingFaceModel:
         if batch.padded:
             arguments["attention_mask"] = batch.attention_mask.long()
         # RoBERTa guesses positions from the tokens that are not padding: another guess wherever a text holds that token.
-        if "position_ids" in accepted and (batch.padded or self._family.positions_after_padding):
-            arguments["position_ids"] = positions_of(self._family, self._model.config, batch)
+        if "position_ids" in accepted and (batch.padded or self.family.positions_after_padding):
+            arguments["position_ids"] = positions_of(self.family, self._model.config, batch)
         return arguments
 
     def _point(
         self, layer: int, path: str, side: Any, columns: Tensor | None = None, width: int | None = None
     ) -> TapPoint:
-        module = part_at(self._blocks[layer], path) if path else self._blocks[layer]
+        module = part_at(self.blocks[layer], path) if path else self.blocks[layer]
         name = f"{self._prefix}.{layer}" + (f".{path}" if path else "")
         return TapPoint(module, side, name, columns, width=width)
 
     def _maps_of(self, layer: int) -> list[LinearMap]:
-        family, maps = self._family, []
-        kinds = ATTENTION_MAPS if family.mixture_of(self._blocks[layer]) else (*ATTENTION_MAPS, *MLP_MAPS)
+        family, maps = self.family, []
+        kinds = ATTENTION_MAPS if family.mixture_of(self.blocks[layer]) else (*ATTENTION_MAPS, *MLP_MAPS)
         for kind in kinds:
             path = getattr(family, kind)
             if path:
-                reads = reads_of(family, self._blocks[layer], kind, layer)
-                output = self._point(layer, path, "output", self._columns.get(kind))
+                reads = reads_of(family, self.blocks[layer], kind, layer)
+                output = self._point(layer, path, "output", self.columns.get(kind))
                 maps.append(LinearMap(kind, layer, reads, (self._point(layer, path, "input"),), output))
         return maps
 

@@ -83,6 +83,16 @@ class BridgeModel:
         self._maps = tuple(one for layer in range(len(blocks)) for one in self._maps_of(layer))
 
     @property
+    def family(self) -> Family:
+        """Where the wrapped model keeps its parts."""
+        return self._family
+
+    @property
+    def blocks(self) -> list[Any]:
+        """The wrapped blocks."""
+        return self._blocks
+
+    @property
     def maps(self) -> tuple[LinearMap, ...]:
         """Every linear map that reads a site."""
         return self._maps

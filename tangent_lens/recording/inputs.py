@@ -82,3 +82,16 @@ def _examples(batch: Any) -> int:
     """How many examples a batch holds: the first dimension of its first tensor."""
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else (batch,)
     return next((len(one) for one in values if isinstance(one, Tensor) and one.ndim), 1)
+
+
+def refuse_text_options(**options: Any) -> None:
+    """Options that cut texts into windows mean nothing to a module that is called with batches as they are.
+
+    Raises:
+        ValueError: any of them was given.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: these cut texts into windows; your module is called with your batches as they are"
+        )

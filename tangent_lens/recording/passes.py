@@ -91,7 +91,7 @@ def record_activations(
         stack.enter_context(torch.no_grad())
         for receiver in receivers:
             stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
-        for batch in _passing(batches, selection, model, "activations", tokens, progress, prepare):
+        for batch in passing(batches, selection, model, "activations", tokens, progress, prepare):
             with _padding_explained(batch):
                 model.run_without_logits(batch)
             passes += 1
@@ -150,7 +150,7 @@ def record_gradients(
             for place in receiver.maps[0].inputs:
                 stack.enter_context(_attached(place, receiver.take_input))
             stack.enter_context(_attached(receiver.maps[0].output.whole, receiver.take_output))
-        for batch in _passing(batches, selection, model, "gradients", tokens, progress, loss.prepare):
+        for batch in passing(batches, selection, model, "gradients", tokens, progress, loss.prepare):
             with _padding_explained(batch):
                 output, passes = model.run(batch), passes + 1
                 _check_fired([*at_sites, *at_inputs, *at_maps], passes)
@@ -171,6 +171,13 @@ def record_gradients(
     )
 
 
+def activations_only(site: Site, activations: SecondMoments) -> Moments:
+    """Moments of a site at which no gradient was recorded."""
+    moments = Moments(activations.width, name=site.name)
+    moments.activations = activations
+    return moments
+
+
 @contextmanager
 def _attached(point: TapPoint, receive) -> Iterator[None]:
     handle = attach_tap(point, receive)
@@ -187,14 +194,14 @@ def _by_module(maps: Sequence[LinearMap]) -> list[list[LinearMap]]:
     return list(groups.values())
 
 
-def _passing(
+def passing(
     batches: Iterable[Any],
     selection: Selection,
     model: Model,
     description: str,
     tokens: int,
     progress: Progress | None,
-    prepare: Callable[[Any], Any] | None,
+    prepare: Callable[[Any], Any] | None = None,
 ) -> Iterator[Any]:
     """Each batch on the model's device, made current for the receivers, its progress shown."""
     progress = progress or NoProgress()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from tangent_lens.models.protocol import TapPoint, read_tensor
@@ -93,25 +94,18 @@ def _pass_on(point: TapPoint, values: list[Any], receive: ActivationReceiver) ->
             "torch.no_grad() (as gradient checkpointing does), or every parameter before it is frozen; use "
             "`with lens.gradients():` around both passes"
         )
-    take = _receiver(point, on_gradient) if len(tensors) == 1 else _SumOfCopies(point, on_gradient, len(tensors))
-    for tensor in tensors:
-        tensor.register_hook(take)
+    take = _receiver(point, on_gradient)
+    if len(tensors) == 1:
+        tensors[0].register_hook(take)
+        return
 
+    # One site, handed over as several equal tensors: its gradient is the sum of theirs, in each backward pass anew.
+    def take_sum(gradients: Sequence[Tensor | None]) -> None:
+        found = [gradient for gradient in gradients if gradient is not None]
+        if found:
+            take(torch.stack([gradient.detach() for gradient in found]).sum(dim=0))
 
-class _SumOfCopies:
-    """One site, handed over as several equal tensors: its gradient is the sum of theirs."""
-
-    def __init__(self, point: TapPoint, on_gradient: GradientReceiver, copies: int) -> None:
-        self._receive, self._copies = _receiver(point, on_gradient), copies
-        self._sum: Tensor | None = None
-        self._came = 0
-
-    def __call__(self, gradient: Tensor) -> None:
-        self._sum = gradient.detach() if self._sum is None else self._sum + gradient.detach()
-        self._came += 1
-        if self._came == self._copies:
-            whole, self._sum, self._came = self._sum, None, 0
-            self._receive(whole)
+    register_multi_grad_hook(tensors, take_sum)
 
 
 def _receiver(point: TapPoint, on_gradient: GradientReceiver) -> Callable[[Tensor], None]:

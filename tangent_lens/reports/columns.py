@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -54,6 +55,7 @@ def side_by_side(
 
 def _group_table(title: str, columns: Sequence[Column], cells: Sequence[Any]) -> Table:
     table = _plain_table(title)
+    table.min_width = cell_len(title)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     for cell in cells:

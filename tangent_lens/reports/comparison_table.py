@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Group
+from rich.cells import cell_len
+from rich.console import Console, Group
 from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from tangent_lens.measures.comparison import Comparison
 from tangent_lens.measures.report import Measurement
 from tangent_lens.reports.columns import SIGNIFICANT, Column, side_by_side, star
+from tangent_lens.reports.frame import warning_lines
 from tangent_lens.reports.numbers import number, percent, small
 
-# Characters of the labels, of each column, and between two groups.
-LABELS, COLUMN, GAP = 12, 8, 4
+# Names beyond it are numbered, so that no table is cut.
+LONGEST_NAME = 16
 _GRADIENTS = (
     ("residual gradient", "residual", ""),
     ("attention weight gradients", "weight", "attention"),
@@ -28,35 +29,30 @@ _GRADIENTS = (
 
 def comparison_table(comparison: Comparison, width: int = 100) -> Group:
     """The runs, then energy, lift and IsoScore* of each gradient, as many reports side by side as there is room for."""
-    parts: list[Any] = [_runs(comparison)]
+    names = _short_names(comparison.names)
+    parts: list[Any] = [_runs(comparison, names)]
     for title, gradient, kind in _GRADIENTS:
         rows = comparison.measurements(gradient, kind)
         if rows:
-            columns, together = _fitting(_columns(gradient == "weight"), len(comparison.reports), width)
             parts.append(Text(f"\n{title}", style="bold"))
-            for start in range(0, len(comparison.reports), together):
-                parts.append(_gradient_table(rows, comparison.names[start:], start, together, columns))
+            parts += _gradient_tables(rows, names, _columns(gradient == "weight"), width)
     legend = (
         "energy: share of the gradient inside the tangent proxy. lift: energy a direction inside over outside (1 is chance), "
         f"starred where p ≤ {SIGNIFICANT}. signal: energy over that of shuffled backward signals. IsoSc*: IsoScore* of the "
         "gradient. Medians in the last row"
     )
     parts.append(Text(legend, style="dim"))
-    parts += [
-        Padding(Text("warning  ", style="bold yellow").append(Text(sentence, style="")), (1, 0, 0, 0))
-        for sentence in comparison.warnings
-    ]
-    return Group(*parts)
+    return Group(*parts, *warning_lines(comparison.warnings))
 
 
-def _runs(comparison: Comparison) -> Table:
+def _runs(comparison: Comparison, names: Sequence[str]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for heading in ("run", "model", "read by", "weights", "loss"):
         table.add_column(heading, overflow="fold")
-    for name, report in zip(comparison.names, comparison.reports, strict=True):
+    for short, name, report in zip(names, comparison.names, comparison.reports, strict=True):
         model, corpus = report.model, report.corpus
         table.add_row(
-            f"[b]{escape(name)}[/b]",
+            f"[b]{escape(name)}[/b]" if short == name else f"[b]{short}[/b]: {escape(name)}",
             f"{escape(model.name)} ({model.architecture})",
             f"{model.library}, {model.dtype}",
             model.weights,
@@ -65,26 +61,35 @@ def _runs(comparison: Comparison) -> Table:
     return table
 
 
-def _fitting(columns: list[Column], reports: int, width: int) -> tuple[list[Column], int]:
-    """Columns, and how many reports side by side: all of them, if need be without the last column or two."""
-    for fewer in (columns, columns[:-1], columns[:2]):
-        room = (width - LABELS) // (COLUMN * len(fewer) + GAP)
-        if room >= reports:
-            return fewer, reports
-    return columns, max(1, (width - LABELS) // (COLUMN * len(columns) + GAP))
+def _short_names(names: Sequence[str]) -> tuple[str, ...]:
+    if all(cell_len(name) <= LONGEST_NAME for name in names):
+        return tuple(names)
+    return tuple(f"run {place}" for place in range(1, len(names) + 1))
 
 
-def _gradient_table(
-    rows: Sequence[tuple[str, tuple[Measurement | None, ...]]],
-    names: Sequence[str],
-    start: int,
-    together: int,
-    columns: list[Column],
-) -> Table:
+def _gradient_tables(
+    rows: Sequence[tuple[str, tuple[Measurement | None, ...]]], names: Sequence[str], columns: list[Column], width: int
+) -> list[Table]:
+    """All reports that have this gradient side by side; in several tables where there is no room for all."""
     kinds = {one.kind for _, cells in rows for one in cells if one is not None}
     labels = [_label(name, cells, len(kinds) == 1) for name, cells in rows]
-    groups = [(name, start + place, columns) for place, name in enumerate(names[:together])]
-    return side_by_side("layer" if len(kinds) == 1 else "site", labels, [cells for _, cells in rows], groups)
+    measured = [place for place in range(len(names)) if any(cells[place] is not None for _, cells in rows)]
+    content, key = [cells for _, cells in rows], "layer" if len(kinds) == 1 else "site"
+
+    def tables(shown: list[Column], together: int) -> list[Table]:
+        cuts = (measured[start : start + together] for start in range(0, len(measured), together))
+        return [side_by_side(key, labels, content, [(names[place], place, shown) for place in cut]) for cut in cuts]
+
+    # All reports side by side if the last column or two may go; otherwise as many as there is room for.
+    choices = [(columns[:kept], len(measured)) for kept in range(len(columns), 1, -1)]
+    choices += [(columns, together) for together in range(len(measured) - 1, 0, -1)]
+    choices += [(columns[:kept], 1) for kept in range(len(columns) - 1, 0, -1)]
+    return next((found for choice in choices if _fit(found := tables(*choice), width)), tables(columns[1:2], 1))
+
+
+def _fit(tables: Sequence[Table], width: int) -> bool:
+    endless = Console(width=10_000)
+    return all(endless.measure(table).maximum <= width for table in tables)
 
 
 def _label(name: str, cells: Sequence[Measurement | None], alone: bool) -> str:

@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from tangent_lens.measures.attention import AttentionScaling, DominanceByBucket
+from tangent_lens.measures.attention_report import AttentionReport
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.report import CorpusDescription, Measurement, Report, Settings, Space
@@ -25,16 +27,25 @@ from tangent_lens.storage import (
 )
 from tangent_lens.subspaces.subspace import Subspace
 
-_KIND = "report"
+REPORT, ATTENTION_REPORT = "report", "attention report"
+_LOADERS = {
+    REPORT: "a report of gradients; load it with Report.load",
+    ATTENTION_REPORT: "a report of attention scores; load it with AttentionReport.load",
+}
+_Built = TypeVar("_Built")
 
 
-def save_report(report: Report, folder: str | os.PathLike[str]) -> None:
+def save_report(report: Report | AttentionReport, folder: str | os.PathLike[str]) -> None:
     """Write a report's folder.
 
     The subspaces go under a name made of their own hash; ``report.json`` names it and is replaced in one step, so that
     whoever reads, or whatever crashes, meets the whole old report or the whole new one.
+
+    Raises:
+        FileProblem: a report of another kind is there, which would be lost.
     """
-    folder = Path(folder)
+    folder, kind = Path(folder), ATTENTION_REPORT if isinstance(report, AttentionReport) else REPORT
+    check_folder(folder, kind)
     tensors = {}
     for site, subspace in report.subspaces.items():
         tensors |= subspace.tensors(f"{site}/")
@@ -43,7 +54,7 @@ def save_report(report: Report, folder: str | os.PathLike[str]) -> None:
     beside = f"subspaces-{digest[:12]}.safetensors"
     write_bytes_atomically(folder / beside, content)
     document = {
-        "kind": _KIND,
+        "kind": kind,
         "format": FORMAT_VERSION,
         "subspaces_file": beside,
         "subspaces_sha256": digest,
@@ -58,34 +69,75 @@ def save_report(report: Report, folder: str | os.PathLike[str]) -> None:
 
 
 def load_report(folder: str | os.PathLike[str]) -> Report:
-    """Read what :func:`save_report` wrote.
+    """Read what :func:`save_report` wrote of gradients.
 
     Raises:
         FileNotFoundError: no report is there.
-        FileProblem: it is damaged, cut short, or of a newer format.
+        FileProblem: it is damaged, cut short, of another kind, or of a newer format.
+    """
+    return read_report(folder, REPORT, _report_of)
+
+
+def read_report(
+    folder: str | os.PathLike[str], kind: str, assemble: Callable[[Mapping[str, Any], dict[str, Subspace]], _Built]
+) -> _Built:
+    """Read a report of one kind; ``assemble`` makes it of its JSON form and its subspaces.
+
+    Raises: as :func:`load_report`.
     """
     path = Path(folder) / "report.json"
     if not path.is_file():
         raise FileNotFoundError(f"no report at {folder}: it should hold a report.json")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        check_format(path, _KIND, document)
-        subspaces = _load_subspaces(Path(folder), document)
-        return Report(
-            model=_build(ModelDescription, document["model"]),
-            corpus=_build(CorpusDescription, document["corpus"]),
-            settings=_build(Settings, document["settings"]),
-            spaces=tuple(_build(Space, one) for one in document["spaces"]),
-            measurements=tuple(_build(Measurement, one) for one in document["measurements"]),
-            warnings=tuple(document["warnings"]),
-            versions=document["versions"],
-            created=document["created"],
-            subspaces=subspaces,
-        )
+        if document.get("kind") in _LOADERS and document["kind"] != kind:
+            raise FileProblem(
+                f"{folder} holds {_LOADERS[document['kind']]}, or show it with: tangent-lens show {folder}"
+            )
+        check_format(path, kind, document)
+        return assemble(document, _load_subspaces(Path(folder), document))
     except FileProblem:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise FileProblem(f"{path} is damaged or was cut short ({problem}); measure again") from problem
+
+
+def kind_of_report(folder: str | os.PathLike[str]) -> str | None:
+    """Which kind of report a folder holds; None where there is none, or none that can be read."""
+    try:
+        document = json.loads((Path(folder) / "report.json").read_text(encoding="utf-8"))
+        return document.get("kind")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def check_folder(folder: str | os.PathLike[str], kind: str) -> None:
+    """Refuse a folder with a report of another kind, which would be lost."""
+    found = kind_of_report(folder)
+    if found in _LOADERS and found != kind:
+        described = _LOADERS[found].split(";")[0]
+        raise FileProblem(f"{folder} holds {described}, which would be lost; name another folder")
+
+
+def _report_of(document: Mapping[str, Any], subspaces: dict[str, Subspace]) -> Report:
+    return Report(
+        **shared_fields(document, Settings),
+        measurements=tuple(build(Measurement, one) for one in document["measurements"]),
+        subspaces=subspaces,
+    )
+
+
+def shared_fields(document: Mapping[str, Any], settings: Any) -> dict[str, Any]:
+    """What reports of every kind hold."""
+    return {
+        "model": build(ModelDescription, document["model"]),
+        "corpus": build(CorpusDescription, document["corpus"]),
+        "settings": build(settings, document["settings"]),
+        "spaces": tuple(build(Space, one) for one in document["spaces"]),
+        "warnings": tuple(document["warnings"]),
+        "versions": document["versions"],
+        "created": document["created"],
+    }
 
 
 def _load_subspaces(folder: Path, document: Mapping[str, Any]) -> dict[str, Subspace]:
@@ -96,31 +148,43 @@ def _load_subspaces(folder: Path, document: Mapping[str, Any]) -> dict[str, Subs
     return {site: Subspace.from_tensors(tensors, origin, f"{site}/") for site, origin in document["origins"].items()}
 
 
-_PARTS = {"energy": EnergyTest, "isotropy": IsotropyTest, "spectrum": Spectrum}
+_PARTS = {
+    "energy": EnergyTest,
+    "isotropy": IsotropyTest,
+    "spectrum": Spectrum,
+    "by_distance": DominanceByBucket,
+    "by_frequency": DominanceByBucket,
+    "scaling": AttentionScaling,
+}
+_NOT_FINITE = {"Infinity": math.inf, "NaN": math.nan}
 
 
-def _build(kind: Any, content: Mapping[str, Any]) -> Any:
+def build(kind: Any, content: Mapping[str, Any]) -> Any:
     """A dataclass from its JSON form; lists become tuples again."""
     values = {}
     for name, value in content.items():
         # `energy` is a whole test inside a measurement, and a number inside that test.
         if name in _PARTS and isinstance(value, Mapping):
-            values[name] = _build(_PARTS[name], value)
+            values[name] = build(_PARTS[name], value)
         else:
             values[name] = _restored(value)
     return kind(**values)
 
 
 def _restored(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _restored(one) for name, one in value.items()}
     if isinstance(value, list):
         return tuple(_restored(one) for one in value)
-    return math.inf if value == "Infinity" else value
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity; a lift can be infinite."""
+    """JSON has no infinity and no NaN; a lift can be infinite, and D of a head without scores is not a number."""
     if isinstance(value, Mapping):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(one) for one in value]
-    return "Infinity" if value == math.inf else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else value
+    return value

@@ -44,3 +44,8 @@ def thousandths(value: float) -> str:
     """A change in thousandths: ``+22.2``, ``-0.45``, ``+0.00``."""
     scaled = 1000 * value
     return f"{scaled:+.1f}" if abs(scaled) >= 10 else f"{scaled:+.2f}"
+
+
+def whole_percent(share: float) -> str:
+    """``77%``, ``-4%``, ``0%``: of shares that are compared with each other."""
+    return f"{share:.0%}".replace("-0%", "0%") if abs(share) < 0.01 else f"{share:.0%}"

@@ -26,10 +26,7 @@ def plot_report(report: Report) -> Any:
     """
     if all(one.layer is None for one in report.measurements):
         raise ValueError("this report has no layers to draw over; read its table, or to_pandas()")
-    try:
-        from matplotlib import pyplot
-    except ImportError as missing:
-        raise ImportError('plots need matplotlib; install it with: pip install "tangent-lens[plot]"') from missing
+    pyplot = import_pyplot()
     figure, panels = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
     _lift_panel(panels[0, 0], report)
     _signal_panel(panels[0, 1], report)
@@ -40,6 +37,19 @@ def plot_report(report: Report) -> Any:
     # A notebook shows the returned figure; left open, pyplot would show it a second time.
     pyplot.close(figure)
     return figure
+
+
+def import_pyplot() -> Any:
+    """matplotlib's pyplot.
+
+    Raises:
+        ImportError: not installed; the sentence says what to install.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError as missing:
+        raise ImportError('plots need matplotlib; install it with: pip install "tangent-lens[plot]"') from missing
+    return pyplot
 
 
 def _lift_panel(axes: Any, report: Report) -> None:

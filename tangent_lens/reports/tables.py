@@ -9,19 +9,21 @@ from typing import Any
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.markup import escape
-from rich.measure import Measurement as Extent
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tangent_lens.measures.attention import AttentionDominance
+from tangent_lens.measures.attention_report import AttentionHeads, AttentionReport
 from tangent_lens.measures.comparison import Comparison
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.report import MapsView, Measurement, Report, Space
 from tangent_lens.measures.spectrum import Spectrum
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS
+from tangent_lens.reports.attention_tables import attention_heads_view, attention_layer_view, attention_report_view
 from tangent_lens.reports.columns import SIGNIFICANT, Column, no_star, optional, side_by_side, star
 from tangent_lens.reports.comparison_table import comparison_table
+from tangent_lens.reports.frame import fits, header_lines, rank_line, warning_lines
 from tangent_lens.reports.numbers import number, p_value, percent, signed, small, thousandths
 
 # Consoles: below NARROW the p columns give way to a star; from WIDE on there is room for more controls.
@@ -53,6 +55,21 @@ def _(view: MapsView) -> Any:
 @table_of.register
 def _(comparison: Comparison) -> Any:
     return _ByWidth(comparison, comparison_table)
+
+
+@table_of.register
+def _(report: AttentionReport) -> Any:
+    return attention_report_view(report)
+
+
+@table_of.register
+def _(view: AttentionHeads) -> Any:
+    return attention_heads_view(view)
+
+
+@table_of.register
+def _(one: AttentionDominance) -> Any:
+    return attention_layer_view(one)
 
 
 @table_of.register
@@ -104,32 +121,21 @@ def _(spectrum: Spectrum) -> Any:
 
 def header(report: Report) -> Table:
     """Model, corpus and settings in a few lines."""
-    model, corpus, settings = report.model, report.corpus, report.settings
+    corpus, settings = report.corpus, report.settings
     fitted = "the maps' own input" if settings.fit_site == "input" else "the residual stream before the norm"
-    lines = Table.grid(padding=(0, 2, 0, 0))
-    lines.add_column(style="dim", no_wrap=True)
-    lines.add_column()
-    shape = f", {model.n_layers} layers, d_model {model.d_model}" if model.n_layers else ""
-    lines.add_row(
-        "model",
-        f"[b]{escape(model.name)}[/b], revision {escape(model.revision)}; {model.architecture}, "
-        f"{model.parameters / 1e6:,.1f}M parameters{shape}",
-    )
-    lines.add_row(
-        "read by",
-        f"{model.library}, weights {model.weights}, {model.dtype}; tangent-lens {report.versions['tangent-lens']}",
-    )
-    lines.add_row(
-        "corpus",
-        f"{escape(corpus.name)}: proxies from {corpus.fit_sequences} sequences ({corpus.fit_rows:,} rows), gradients from "
-        f"{corpus.test_sequences} others ({corpus.test_rows:,} rows), {_loss(report)}",
-    )
-    lines.add_row(
-        "settings",
-        f"rank {_rank(report)}, {settings.controls} random normals, seed {settings.seed}, weight proxies fitted on "
-        f"{fitted}{_extras(report)}",
-    )
-    return lines
+    lines = [
+        (
+            "corpus",
+            f"{escape(corpus.name)}: proxies from {corpus.fit_sequences} sequences ({corpus.fit_rows:,} rows), gradients "
+            f"from {corpus.test_sequences} others ({corpus.test_rows:,} rows), {_loss(report)}",
+        ),
+        (
+            "settings",
+            f"rank {rank_line(settings.rank, (space.rank for space in report.spaces))}, {settings.controls} random normals, "
+            f"seed {settings.seed}, weight proxies fitted on {fitted}{_extras(report)}",
+        ),
+    ]
+    return header_lines(report.model, report.versions, lines)
 
 
 def _loss(report: Report) -> str:
@@ -138,15 +144,6 @@ def _loss(report: Report) -> str:
     nats = "" if unit == "sequence" else " nats"
     named = "" if name == "next-token" else f"{escape(name)} "
     return f"{named}loss {report.corpus.loss:.3f}{nats} a {unit}"
-
-
-def _rank(report: Report) -> str:
-    """The rank asked for and, where it was a share of the variance, the ranks it came to."""
-    ranks = sorted({space.rank for space in report.spaces})
-    asked = report.settings.rank
-    if asked >= 1 or not ranks:
-        return str(asked)
-    return f"for {asked:.1%} of the variance (k = {ranks[0]} to {ranks[-1]})"
 
 
 def _extras(report: Report) -> str:
@@ -193,10 +190,7 @@ class _ByWidth:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         view = self._view(self._report, options.max_width)
-        if (
-            isinstance(view, Table)
-            and Extent.get(console, options.update(max_width=10_000), view).maximum > options.max_width
-        ):
+        if isinstance(view, Table) and not fits(view, console, options):
             # Long labels take the room that the columns needed: fewer columns, rather than numbers cut short.
             view = self._view(self._report, min(options.max_width, NARROW - 1))
         yield view
@@ -281,8 +275,7 @@ def notes(report: Report, width: int = 100) -> Any:
         "{more}. IsoSc*: IsoScore*, 0 for one direction, 1 for a ball. Δ: its change in thousandths when the proxy (tan) "
         "or a random normal (rand) is removed. Medians in the last row."
     ).replace("{more}", _WIDE_LEGEND if width >= WIDE else "")
-    warnings = [Text("warning  ", style="bold yellow").append(Text(sentence, style="")) for sentence in report.warnings]
-    return Group(Text(legend, style="dim"), *(Padding(warning, (1, 0, 0, 0)) for warning in warnings))
+    return Group(Text(legend, style="dim"), *warning_lines(report.warnings))
 
 
 _WIDE_LEGEND = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import FAMILIES, boot_bridge, tiny_model
@@ -9,6 +11,8 @@ from model_snapshot import GraphMemory, Snapshot
 from plain_reference import assert_close, plain_pass, random_tokens, rows_of, summed_loss, turn_on_checkpointing
 
 from tangent_lens.lens import Lens
+from tangent_lens.models.protocol import TapPoint
+from tangent_lens.recording.attach import HostHook, Taps
 from tangent_lens.recording.moments import Moments
 from tangent_lens.recording.taps import GradientNeverCame, SiteNeverFired
 from tangent_lens.sites import Site
@@ -551,3 +555,34 @@ class TestHooksOfHuggingFace:
         backward(model)
         handle.remove()
         assert repr(hook) == "HostHook('model.layers.1', Tap(resid_post.1: 1 forward passes, 1 gradients))"
+
+
+class TestPlacesThatTheHostLibraryDoesNotKnow:
+    """A module is no hook point of TransformerLens: its name would be looked up in vain."""
+
+    SITE = Site("attention_input", 1)
+
+    def point(self, **options):
+        torch.manual_seed(0)
+        return TapPoint(torch.nn.Linear(4, 4), "input", "blocks.1.attn", arguments=("input",), **options)
+
+    @pytest.mark.parametrize("keep", ["rows", "moments"])
+    def test_they_cannot_be_hooked_and_the_sentence_says_how_to_tap_them(self, keep):
+        sentence = r"attention_input\.1 is no hook point .*\(blocks\.1\.attn is a module\).*lens\.attach\('attention_input\.1'\)"
+        with pytest.raises(ValueError, match=sentence):
+            HostHook(self.SITE, self.point(hookable=False), gradients=False, keep=keep)
+
+    def test_a_hook_point_can(self):
+        hook = HostHook(self.SITE, point := self.point(), gradients=False, keep="rows")
+        handle = hook.register()
+        point.module(TOKENS[:, :8].reshape(2, 2, 4).float())
+        handle.remove()
+        assert hook.name == "blocks.1.attn" and hook.tap.fired == 1
+
+    def test_they_can_be_attached_to(self):
+        point = self.point(hookable=False, width=4)
+        taps = Taps(SimpleNamespace(tap_point=lambda site: point), [self.SITE], gradients=True)
+        rows = torch.ones(2, 3, 4, requires_grad=True)
+        with taps:
+            point.module(rows).square().sum().backward()
+        assert torch.equal(taps[1].activations, rows.detach()) and torch.equal(taps[1].gradients, rows.grad)
