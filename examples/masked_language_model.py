@@ -20,8 +20,7 @@ options = {"sites": tln.resid_post(0, 5, 11), "rank": 16, "max_sequences": 64, "
 
 try:
     reports = {
-        title: tln.Lens.from_pretrained(name).measure(reactions, loss=loss, **options)
-        for title, name in STATES.items()
+        title: tln.Lens.from_pretrained(name).measure(reactions, loss=loss, **options) for title, name in STATES.items()
     }
 except PackagedModelUnavailable as problem:
     print(f"The models are not here and could not be fetched: {problem}", "Run this again with a connection.", sep="\n")

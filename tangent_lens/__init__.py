@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tangent_lens.lens import Lens as Lens
+    from tangent_lens.measures.attention_report import AttentionReport as AttentionReport
     from tangent_lens.measures.comparison import Comparison as Comparison
     from tangent_lens.measures.comparison import compare as compare
     from tangent_lens.measures.energy import EnergyTest as EnergyTest
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lens": ("Lens",),
+    "measures.attention_report": ("AttentionReport",),
     "measures.comparison": ("Comparison", "compare"),
     "measures.energy": ("EnergyTest", "energy_fraction", "energy_test"),
     "measures.isotropy": ("IsotropyTest", "iso_score", "iso_score_without", "isotropy_test"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tangent_lens.measures.attention_inputs import AllowedPairs, Block, ScoreParts
@@ -44,11 +44,6 @@ class Masked:
         counts = _grouped(pairs.counts[sequences, :, block.queries], kv_heads).to(like.device)
         share = 1 / counts[..., None].clamp(min=1).to(like)
         return cls(allowed, counts, share, block.partial, allowed[..., block.partial])
-
-    @property
-    def counted(self) -> Bool[Tensor, "b g r q"]:
-        """Rows that enter the statistics."""
-        return self.counts > 0
 
     def centre_(self, scores: Float[Tensor, "*n b g r q k"]) -> Float[Tensor, "*n b g r q k"]:
         """Subtract each row's mean over its allowed keys, in place; pairs that are not allowed become 0."""
@@ -103,7 +98,7 @@ class Pattern:
     ) -> Pattern:
         """The pattern of raw query-key scores; the bias is added after the cap, as host models do it."""
         added = (1 - masked.allowed) * _NEVER
-        added = added if bias is None else torch.where(masked.allowed > 0, bias, added)
+        added = added if bias is None else added + bias
         logs = torch.log_softmax(_capped(scores, softcap) + added, dim=-1)
         probabilities = torch.softmax(logs, dim=-1)
         centred_alone = scores - non_centre
@@ -112,7 +107,10 @@ class Pattern:
         return cls(probabilities, logs.mul_(probabilities).sum(dim=-1), centred_alone, added, softcap)
 
     def divergence(self, kept: Float[Tensor, "*n b g r q k"]) -> Float[Tensor, "*n b g r q"]:
-        """KL(softmax(S) || softmax(S without all but the centre's parts and ``kept``)) of each row, in nats."""
+        """KL(softmax(S) || softmax(S without all but the centre's parts and ``kept``)) of each row, in nats.
+
+        Rows without any allowed key have two uniform patterns, and 0.
+        """
         logits = self.centred_alone + kept
         if self.softcap is not None:
             logits = _capped(logits, self.softcap).add_(self.added)

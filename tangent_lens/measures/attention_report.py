@@ -93,7 +93,9 @@ class AttentionReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, ready for JSON; the subspaces are left out."""
-        content: dict[str, Any] = {name: getattr(self, name) for name in ("worst_sum", "warnings", "versions", "created")}
+        content: dict[str, Any] = {
+            name: getattr(self, name) for name in ("worst_sum", "warnings", "versions", "created")
+        }
         content |= {name: asdict(getattr(self, name)) for name in ("model", "corpus", "settings")}
         return content | {name: [asdict(one) for one in getattr(self, name)] for name in ("layers", "spaces")}
 

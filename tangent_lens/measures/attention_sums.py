@@ -115,6 +115,14 @@ class AttentionSums:
         for key, value in fresh.items():
             self.sums[key] += value
 
+    def sequences_at_once(self, length: int) -> int:
+        """How many sequences of this length are best split and handed in together.
+
+        The parts inside all controls are many times the rows they come from. A few sequences of them stay in the caches
+        between the split and the scores; a whole batch does not, and takes a third longer and that much more memory.
+        """
+        return max(1, SCORES_AT_ONCE // (self.heads * length**2))
+
     def _summed(self, parts: ScoreParts) -> dict[str, Tensor]:
         fresh = {key: torch.zeros_like(value) for key, value in self.sums.items()}
         with torch.no_grad(), full_precision(parts.queries):
@@ -266,7 +274,7 @@ class _Sequences:
         squares = row_squares(scores.four)
         self.into["squares"] += by_head(squares)
         self.into["score_square"] += by_head(row_squares(scores.total))
-        self.into["kl"] += by_head(scores.divergence * scores.masked.counted)
+        self.into["kl"] += by_head(scores.divergence)
         self._add_products(scores, queries, keys, block)
         if self.settings.distance_edges:
             add_distances(self.into, scores, block, self.settings.distance_edges)
@@ -297,7 +305,7 @@ class _Sequences:
             own_keys, other_keys = (side[some, ..., block.keys, :] for side in (self.own_keys, self.other_keys))
             own_queries = self._rows(self.own_queries[some], block)
             found.append(control_rows(own_queries, own_keys, all_queries, other_keys, scores))
-        sums = by_head(torch.cat(found, dim=1) * scores.masked.counted)
+        sums = by_head(torch.cat(found, dim=1))
         self.into["control_squares"] += sums[:, :4].transpose(1, 2)
         self.into["control_products"][..., 4] += sums[:, 4]
         self.into["control_kl"] += sums[:, 5]

@@ -76,6 +76,10 @@ class HuggingFaceAttention:
         def look_on(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
             if id(module) in calls:
                 calls[id(module)].take(module, query, key, mask, options)
+            if mask is not None and mask.dtype == torch.float64:
+                # Eager attention takes the softmax in float32, where the least of float64 is -inf, and a row of padding
+                # that may look at nothing is NaN for all that follows.
+                mask = mask.clamp(min=torch.finfo(torch.float32).min)
             return _eager_of(module)(module, query, key, value, mask, **options)
 
         with ExitStack() as stack:
@@ -146,7 +150,7 @@ class _Call:
         """Look on at the block, the attention and its norms."""
         reader, layer = self._reader, self._layer
         attention = reader.attention(layer)
-        self._before(stack, reader.block(layer), lambda args, kwargs: {"rows": _first(args, kwargs)})
+        self._before(stack, reader.block(layer), self._rows)
         self._before(stack, attention, lambda args, kwargs: {"positions": kwargs.get("position_embeddings")})
         norm = reader.norm(layer)
         if norm is not None:
@@ -157,6 +161,11 @@ class _Call:
                 self._scale(stack, module, norm_weights(module), key)
         self._check_clipping(stack)
         stack.callback(reader.block(layer).register_forward_hook(self._must_have_come).remove)
+
+    def _rows(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        rows = _first(args, kwargs)
+        check_finite(rows, self._layer)
+        return {"rows": rows}
 
     def _must_have_come(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._seen:
@@ -190,7 +199,6 @@ class _Call:
     def take(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
         """Queries and keys have come to the scores: hand everything over."""
         seen, self._seen = self._seen, {}
-        check_finite(seen["rows"], self._layer)
         positions = seen.get("positions")
         cos, sin = positions if positions is not None else (None, None)
         scaling = options.get("scaling")

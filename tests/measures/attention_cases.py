@@ -120,11 +120,13 @@ def chosen(case: Case, places: list[int]) -> Case:
 
 def check_loops(case: Case, rel: float = 1e-10, **settings) -> None:
     """Every number of every head, and every control as the tangent of a split of its own."""
-    result = sums_of(case, **settings).result()
+    sums = sums_of(case, **settings)
+    result = sums.result()
     for head in range(result.heads):
         expected = loops(case, head)
         counted = (result.rows[head], result.pairs[head], result.left_out_rows[head])
         assert counted == (expected.rows, expected.pairs, expected.left_out)
+        assert sums.sums["squares"][head].tolist() == pytest.approx(list(expected.squares.values()), rel=rel)
         assert result.dominance[head] == pytest.approx(expected.dominance, rel=rel)
         assert result.kl[head] == pytest.approx(expected.kl / expected.rows, rel=rel)
         assert {name: values[head] for name, values in result.shares.items()} == pytest.approx(
@@ -132,6 +134,8 @@ def check_loops(case: Case, rel: float = 1e-10, **settings) -> None:
         )
         for place in range(0 if case.control_queries is None else len(case.control_queries)):
             other = loops(case.of_control(place), head)
+            squares = sums.sums["control_squares"][head, place].tolist()
+            assert squares == pytest.approx(list(other.squares.values()), rel=rel)
             assert result.random[head][place] == pytest.approx(other.dominance, rel=rel)
             assert result.random_kl[head][place] == pytest.approx(other.kl / other.rows, rel=rel)
             assert {name: values[head][place] for name, values in result.random_shares.items()} == pytest.approx(

@@ -329,6 +329,11 @@ def test_sums_survive_a_file():
         AttentionSums(4, 3).load_tensors(sums.tensors())
 
 
+def test_long_sequences_are_best_handed_in_one_by_one():
+    sums = AttentionSums(8)
+    assert [sums.sequences_at_once(length) for length in (1, 32, 64, 128, 4096)] == [16384, 16, 4, 1, 1]
+
+
 def test_what_the_caller_says_reaches_the_result():
     result = sums_of(random_case()).result(layer=5, tangent_share=0.3)
     assert (result.layer, result.variance_baseline) == (5, pytest.approx(0.09))
