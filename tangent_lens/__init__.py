@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from tangent_lens.measures.spectrum import effective_rank as effective_rank
     from tangent_lens.measures.spectrum import participation_ratio as participation_ratio
     from tangent_lens.measures.spectrum import spectrum_of as spectrum_of
-    from tangent_lens.models.reactions import reference_reactions as reference_reactions
     from tangent_lens.recording.corpus import Corpus as Corpus
     from tangent_lens.recording.corpus import reference_prose as reference_prose
     from tangent_lens.recording.losses import causal_loss_sum as causal_loss_sum
@@ -56,7 +55,6 @@ _HOMES = {
     "measures.isotropy": ("IsotropyTest", "iso_score", "iso_score_without", "isotropy_test"),
     "measures.report": ("Report",),
     "measures.spectrum": ("Spectrum", "effective_rank", "participation_ratio", "spectrum_of"),
-    "models.reactions": ("reference_reactions",),
     "recording.corpus": ("Corpus", "reference_prose"),
     "recording.losses": ("causal_loss_sum",),
     "recording.masking": ("MaskedLoss",),

@@ -58,30 +58,33 @@ def check_inputs(config: Any) -> None:
         )
 
 
-def check_call(call: AttentionCall, weights: AttentionWeights, scores: Tensor | None) -> None:
+def check_call(call: AttentionCall, weights: AttentionWeights, scores: Tensor | None, pattern: Tensor | None) -> None:
     """Hold a call against the numbers that the model itself computed.
 
     Args:
-        scores: the model's own before the softmax; None where its library shows none.
+        scores: the model's own before the softmax, pattern: after it; None where its library does not show them.
 
     Raises:
         UnsupportedModel: rows, weights, scales and rotation do not make the queries and keys, or these not the scores.
     """
-    query = _rebuilt(call, weights, "query")
-    key = _rebuilt(call, weights, "key")
-    for kind, found, wanted in (("queries", query, call.query), ("keys", key, call.key)):
-        _compare(
-            found,
-            wanted,
-            f"the {kind} of layer {call.layer} are not what its norm, its map and its rotation make of the residual stream",
+    for kind, plural in (("query", "queries"), ("key", "keys")):
+        sentence = (
+            f"the {plural} of layer {call.layer} are not what its norm, its map and its rotation make of the stream"
         )
-    if scores is not None:
-        wanted = scores.detach().masked_select(call.allowed)
-        _compare(
-            scores_of(call).masked_select(call.allowed),
-            wanted,
-            f"the scores of layer {call.layer} are not {call.scaling:.4g} times query times key",
+        _compare(_rebuilt(call, weights, kind), getattr(call, kind), sentence)
+    own = scores_of(call)
+    allowed = call.allowed.expand_as(own)
+    if scores is not None and (pattern is None or not torch.equal(scores, pattern)):
+        sentence = (
+            f"the scores of layer {call.layer} are not {call.scaling:.4g} times query times key where its mask allows"
         )
+        _compare(own[allowed], scores.detach()[allowed], sentence)
+    elif pattern is not None:
+        # Some bridges show the pattern under the name of the scores.
+        looking = allowed.any(dim=-1)
+        found = own.masked_fill(~allowed, -torch.inf)[looking].softmax(dim=-1)
+        sentence = f"the patterns of layer {call.layer} are not the softmax of {call.scaling:.4g} times query times key"
+        _compare(found, pattern.detach()[looking], sentence)
 
 
 def scores_of(call: AttentionCall) -> Float[Tensor, "batch heads pos pos"]:
@@ -150,5 +153,5 @@ def _compare(found: Tensor, wanted: Tensor, sentence: str) -> None:
     if not bool(error <= _ROUNDING.get(wanted.dtype, _ROUNDING_IN_16_BITS) * wanted.abs().max()):
         raise UnsupportedModel(
             f"{sentence} (off by {float(error):.1e} of {float(wanted.abs().max()):.1e}), so they cannot be split; "
-            "if hooks of your own change what passes there, take them off (model.reset_hooks())"
+            "if hooks of your own change what passes there, take them off (TransformerLens: model.reset_hooks())"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -132,7 +133,8 @@ class _Call:
     def _start(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         check_inputs(self._attention.config)
         check_finite(self._seen["rows"], self._layer)
-        self._seen["mask"] = kwargs.get("attention_mask")
+        names = inspect.signature(self._attention.original_component.forward).parameters
+        self._seen["mask"] = (dict(zip(names, args, strict=False)) | kwargs).get("attention_mask")
 
     def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
         seen, self._seen = self._seen, {}
@@ -140,7 +142,7 @@ class _Call:
         weights = self._weights = self._weights or self._reader.weights(self._layer)
         call = self._made(seen, weights)
         if first:
-            check_call(call, weights, _own_scores(seen.get("hook_attn_scores"), seen.get("hook_pattern")))
+            check_call(call, weights, seen.get("hook_attn_scores"), seen.get("hook_pattern"))
         self._receive(call)
 
     def _made(self, seen: dict[str, Any], weights: AttentionWeights) -> AttentionCall:
@@ -163,13 +165,6 @@ class _Call:
             softcap=getattr(self._attention.original_component, "attn_logit_softcapping", None),
             allowed=_allowed(seen["mask"], query, self._reader.is_causal()),
         )
-
-
-def _own_scores(scores: Tensor | None, pattern: Tensor | None) -> Tensor | None:
-    """The scores that a library shows, where it does not show the pattern under their name (BERT on a bridge)."""
-    if scores is None or (pattern is not None and torch.equal(scores, pattern)):
-        return None
-    return scores
 
 
 def _heads(seen: dict[str, Any], part: str, weights: AttentionWeights) -> Tensor:

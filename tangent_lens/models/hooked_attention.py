@@ -158,7 +158,7 @@ class _Call:
         weights = self._weights = self._weights or self._reader.weights(self._layer)
         call = self._made(seen, weights)
         if first:
-            check_call(call, weights, seen["scores"])
+            check_call(call, weights, seen["scores"], None)
         self._receive(call)
 
     def _made(self, seen: dict[str, Any], weights: AttentionWeights) -> AttentionCall:

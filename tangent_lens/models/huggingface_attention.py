@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tangent_lens.models.attention import AttentionCall, AttentionWeights, NormWeights, Receiver
-from tangent_lens.models.attention_checks import check_clip, check_finite
+from tangent_lens.models.attention_checks import check_call, check_clip, check_finite
 from tangent_lens.models.families import part_at
 from tangent_lens.models.huggingface import HuggingFaceModel
 from tangent_lens.models.protocol import Batch, UnsupportedModel
@@ -74,13 +74,14 @@ class HuggingFaceAttention:
         calls = {id(self._attention(layer)): _Call(self, layer, receive) for layer in layers}
 
         def look_on(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-            if id(module) in calls:
-                calls[id(module)].take(module, query, key, mask, options)
             if mask is not None and mask.dtype == torch.float64:
                 # Eager attention takes the softmax in float32, where the least of float64 is -inf, and a row of padding
                 # that may look at nothing is NaN for all that follows.
                 mask = mask.clamp(min=torch.finfo(torch.float32).min)
-            return _eager_of(module)(module, query, key, value, mask, **options)
+            output, pattern = _eager_of(module)(module, query, key, value, mask, **options)
+            if id(module) in calls:
+                calls[id(module)].take(module, query, key, mask, pattern, options)
+            return output, pattern
 
         with ExitStack() as stack:
             for call in calls.values():
@@ -145,6 +146,7 @@ class _Call:
     def __init__(self, reader: HuggingFaceAttention, layer: int, receive: Receiver) -> None:
         self._reader, self._layer, self._receive = reader, layer, receive
         self._seen: dict[str, Any] = {}
+        self._checked = False
 
     def attach(self, stack: ExitStack) -> None:
         """Look on at the block, the attention and its norms."""
@@ -179,9 +181,12 @@ class _Call:
         limit = self._reader.clip
         if limit is None:
             return
+
+        def look(part: nn.Module, args: Any, output: Any) -> None:
+            check_clip(output, limit, self._layer)
+
         for module in self._reader.before_clipping(self._layer):
-            hook = module.register_forward_hook(lambda module, args, output: check_clip(output, limit, self._layer))
-            stack.callback(hook.remove)
+            stack.callback(module.register_forward_hook(look).remove)
 
     def _before(self, stack: ExitStack, module: nn.Module, read: Callable[[Any, Any], dict[str, Any]]) -> None:
         hook = module.register_forward_pre_hook(
@@ -196,12 +201,19 @@ class _Call:
 
         stack.callback(module.register_forward_hook(read).remove)
 
-    def take(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+    def take(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        pattern: Tensor | None,
+        options: dict[str, Any],
+    ) -> None:
         """Queries and keys have come to the scores: hand everything over."""
         seen, self._seen = self._seen, {}
         positions = seen.get("positions")
         cos, sin = positions if positions is not None else (None, None)
-        scaling = options.get("scaling")
         call = AttentionCall(
             layer=self._layer,
             rows=seen["rows"].detach(),
@@ -212,10 +224,13 @@ class _Call:
             key_scale=seen.get("key_scale"),
             cos=cos,
             sin=sin,
-            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scaling=_scaling(module, options.get("scaling"), query.shape[-1]),
             softcap=options.get("softcap"),
             allowed=_allowed(module, query, key, mask),
         )
+        if not self._checked:
+            check_call(call, self._reader.weights(self._layer), None, pattern)
+            self._checked = True
         self._receive(call)
 
 
@@ -265,6 +280,14 @@ def _first(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
     return getattr(inspect.getmodule(type(module)), "eager_attention_forward")  # noqa: B009
+
+
+def _scaling(module: Any, given: float | None, d_head: int) -> float:
+    """What multiplies query times key; transformers 4 leaves GPT-2's options to its own eager attention."""
+    if given is not None:
+        return given
+    scaling = d_head**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
+    return scaling / (module.layer_idx + 1) if getattr(module, "scale_attn_by_inverse_layer_idx", False) else scaling
 
 
 def _allowed(module: Any, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
