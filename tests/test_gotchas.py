@@ -35,10 +35,10 @@ def missing(needed: str) -> str:
     """Why a page cannot run here; "" where it can."""
     if NOT_RUN in needed:
         return NOT_RUN
-    name, _, versions = re.fullmatch(r"`(\w+)`( \(TransformerLens ([^)]+)\))?", needed).groups()
-    major = version("transformer-lens").split(".")[0]
-    if versions and major not in re.findall(r"\d+", versions):
-        return f"needs TransformerLens {versions}"
+    name, _, versions = re.fullmatch(r"`(\w+)`( \((?:TransformerLens|version) ([^)]+)\))?", needed).groups()
+    library = "transformers" if name == "transformers" else "transformer-lens"
+    if versions and version(library).split(".")[0] not in re.findall(r"\d+", versions):
+        return f"needs {library} {versions}"
     if name != "transformers":
         # TransformerLens 4 still knows the names of the classes it dropped, and refuses to hand them out.
         try:
@@ -88,6 +88,7 @@ def test_a_page_has_its_four_parts_and_asserts_what_it_claims(path):
 def test_what_a_page_needs_is_said_in_words_that_this_test_reads():
     assert {needs(path) for path in PAGES if NOT_RUN not in needs(path)} <= {
         "`transformers`",
+        "`transformers` (version 4)",
         "`TransformerBridge` (TransformerLens 3 or 4)",
         "`TransformerBridge` (TransformerLens 3)",
         "`TransformerBridge` (TransformerLens 4)",

@@ -200,11 +200,12 @@ def assert_right(read: Read, side: str):
             assert int(call.allowed[row, :, columns].sum()) == int(allowed.sum()), "real queries look at no padding"
 
 
-class TestEveryFamilyInEveryLibrary:
-    @pytest.fixture(scope="class", params=CELLS, ids="-".join)
-    def read(self, request):
-        return read_of(*request.param)
+@pytest.fixture(scope="class", params=CELLS, ids="-".join)
+def read(request):
+    return read_of(*request.param)
 
+
+class TestEveryFamilyInEveryLibrary:
     def test_parts_scores_and_masks_are_the_models_own(self, read):
         own_numbers(read, examples_of(read.family)[0])  # at its first pass a bridge sets up hooks of its own
         before = Snapshot.of(read.host.model)
