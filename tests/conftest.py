@@ -17,6 +17,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+# Tiny models: two threads that wait for one another cost more than they bring, and on a busy machine much more.
+torch.set_num_threads(1)
+
 FAMILIES = ("gpt_neox", "gpt_neox_sequential", "llama", "gpt2")
 
 
