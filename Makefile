@@ -50,10 +50,11 @@ format: ## repair style and formatting
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
 
-bench: ## measure recording and isotropy against the alternatives
+bench: ## measure recording, isotropy and attention against the alternatives
 	@$(environment) bench
 	$(python) benchmarks/recording.py
 	$(python) benchmarks/isotropy.py
+	$(python) benchmarks/attention.py
 
 build: ## build the wheel and the source archive into dist/
 	@$(environment) test
