@@ -150,3 +150,13 @@ def test_on_a_real_model_the_parts_add_up_and_tangents_dominate_far_beyond_chanc
     assert report.worst_sum < 1e-5
     for one in report.layers:
         assert min(one.dominance) > 10 * max(one.random_mean)
+
+
+def test_a_row_of_zeros_has_no_scale_and_needs_none():
+    """The embedding of the padding token is zeros in many models."""
+    model = tiny_model("llama", torch.float32)
+    model.model.embed_tokens.weight.data[0] = 0
+    padded, alone = (
+        tln.Lens(model).attention(SEQUENCES, rank=4, controls=5, batch_size=size, progress=False) for size in (5, 1)
+    )
+    np.testing.assert_allclose(numbers(padded, "dominance"), numbers(alone, "dominance"), rtol=2e-3, atol=2e-5)

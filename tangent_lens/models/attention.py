@@ -43,7 +43,8 @@ class NormWeights:
         direction = shifted if self.weight is None else shifted * self.weight.to(shifted)
         wanted = normed if self.bias is None else normed - self.bias.to(normed)
         square = (direction * direction).sum(dim=-1, keepdim=True)
-        scale = square / (direction * wanted).sum(dim=-1, keepdim=True)
+        # A row of zeros, as the embedding of a padding token often is, says nothing of its scale, and needs none.
+        scale = torch.where(square > 0, square / (direction * wanted).sum(dim=-1, keepdim=True), 1.0)
         error = (direction / scale - wanted).abs().max()
         if not error <= _ROUNDING.get(rows.dtype, 1e-5) * wanted.abs().max():
             raise UnsupportedModel(

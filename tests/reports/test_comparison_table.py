@@ -158,8 +158,7 @@ def medians_of(measurements, column: str) -> str:
 
 def assert_fits(text: str, width: int) -> None:
     for line in text.splitlines():
-        assert len(line.rstrip()) <= width, line
-    assert "…" not in text
+        assert len(line.rstrip()) <= width and "…" not in line, line
 
 
 @pytest.mark.parametrize("width", WIDTHS)
