@@ -53,7 +53,7 @@ def random_case(
 def parts_of(case: Case, rows_a_block: int = 32, **changes) -> ScoreParts:
     given = {item.name: getattr(case, item.name) for item in dataclasses.fields(case)}
     allowed, kept = given.pop("allowed"), given.pop("kept")
-    return ScoreParts(**(given | changes), pairs=AllowedPairs.of(allowed, kept, rows_a_block=rows_a_block))
+    return ScoreParts(**(given | {"pairs": AllowedPairs.of(allowed, kept, rows_a_block=rows_a_block)} | changes))
 
 
 def sums_of(*cases: Case, rows_a_block: int = 32, **settings) -> AttentionSums:
@@ -174,6 +174,6 @@ def padded(case: Case, more: int, side: str) -> Case:
         ),
         bias=grown(case.bias, (2, 3), lambda shape: torch.full(shape, math.nan, dtype=torch.float64)),
         frequency=grown(case.frequency, (1,), lambda shape: torch.zeros(shape, dtype=torch.int64)),
-        radius=grown(case.radius, (1,), lambda shape: torch.full(shape, 1e9, dtype=torch.float64)),
+        radius=grown(case.radius, (1,), lambda shape: torch.full(shape, math.nan, dtype=torch.float64)),
         softcap=case.softcap,
     )

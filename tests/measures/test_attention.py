@@ -54,7 +54,7 @@ def test_dominance_is_the_tangent_square_over_all_four():
 
 
 def test_squares_below_zero_by_rounding_are_zero():
-    assert dominance_of_squares(np.array([1.0, -1e-18, 0.0, 0.0])) == 1
+    assert dominance_of_squares(np.array([1.0, -1e-3, 0.0, 1.0])) == 0.5
 
 
 def test_p_values_count_the_controls_that_reach_a_head():

@@ -24,6 +24,8 @@ seeds = st.integers(0, 10_000)
         ({"control_keys": None}, "come together; one of them is missing"),
         ({"bias": torch.zeros(7, 7)}, r"bias of shape \(7, 7\) must be \(4, 7, 7\) or \(2, 4, 7, 7\)"),
         ({"bias": torch.zeros(2, 1, 7, 7)}, "must be"),
+        ({"pairs": AllowedPairs.of(torch.ones(2, 3, 7, 7, dtype=torch.bool))}, r"allowed of shape \(2, 3, 7, 7\)"),
+        ({"pairs": AllowedPairs.of(causal(2, 6))}, r"allowed of shape \(2, 1, 6, 6\)"),
         ({"softcap": 0.0}, "softcap 0.0 must be positive"),
         ({"radius": torch.ones(2, 6)}, "radius of shape"),
         ({"frequency": torch.ones(1, 7)}, "frequency of shape"),
