@@ -194,7 +194,8 @@ def install_all(venv, major, version, python):
     try:
         torch = environment.install_torch(venv)
     except SetupError as error:
-        raise Unavailable(str(error)) from error
+        # It says where to put a torch by hand, but this environment is made anew after a failure.
+        raise Unavailable("torch could not be fetched; what pip and uv said is above.") from error
     pinned = "transformer-lens==" + newest_release(venv, major)
     check(pip_install(venv, *build_requirements()), "What builds the wheel could not be installed")
     say(f"Installing the wheel of tangent-lens beside {pinned}.")
