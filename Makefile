@@ -8,7 +8,8 @@ environment = $(PYTHON) packaging/environment.py --venv "$(VENV)" --extras
 matrix = $(PYTHON) packaging/matrix.py $(MATRIX) --
 
 # What has to hold beside every major version of TransformerLens; the rest of the tests needs the newest.
-matrix_tests = tests/models/test_hooked_transformer.py tests/models/test_traps.py tests/conformance
+matrix_tests = tests/models/test_hooked_transformer.py tests/models/test_traps.py tests/models/test_rotary_base.py \
+	tests/test_gotchas.py tests/conformance
 cells = build/conformance
 
 .DEFAULT_GOAL := help

@@ -33,6 +33,7 @@ from tangent_lens.models.protocol import (
     width_of,
 )
 from tangent_lens.models.quantisation import parameter_count, precision_of
+from tangent_lens.models.rotary_base import check_rotary_base
 from tangent_lens.sites import LAYER_KINDS, Site
 
 
@@ -40,7 +41,7 @@ class HuggingFaceModel:
     """The :class:`~tangent_lens.models.protocol.Model` of a ``PreTrainedModel``; the model itself is not changed.
 
     Raises:
-        UnsupportedModel: an architecture whose sites are not known here.
+        UnsupportedModel: an architecture whose sites are not known here, or a rotary base that was lost in loading.
     """
 
     misleading_names: Mapping[str, str] = {}
@@ -49,6 +50,7 @@ class HuggingFaceModel:
     def __init__(
         self, model: PreTrainedModel, tokenizer: Any = None, *, name: str | None = None, revision: str | None = None
     ) -> None:
+        check_rotary_base(model.config)
         self.module: nn.Module = model
         self.tokenizer = tokenizer
         self._model = model

