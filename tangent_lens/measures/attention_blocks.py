@@ -47,12 +47,14 @@ class Masked:
 
     def centre_(self, scores: Float[Tensor, "*n b g r q k"]) -> Float[Tensor, "*n b g r q k"]:
         """Subtract each row's mean over its allowed keys, in place; pairs that are not allowed become 0."""
-        partial = scores[..., self.partial] if self.inside.shape[-1] else None
-        if partial is not None:
-            partial *= self.inside
+        self.clear_(scores)
         scores -= scores.sum(dim=-1, keepdim=True).mul_(self.share)
-        if partial is not None:
-            partial *= self.inside
+        return self.clear_(scores)
+
+    def clear_(self, scores: Float[Tensor, "*n b g r q k"]) -> Float[Tensor, "*n b g r q k"]:
+        """Make pairs that are not allowed 0, in place."""
+        if self.inside.shape[-1]:
+            scores[..., self.partial] *= self.inside
         return scores
 
 
@@ -198,33 +200,57 @@ def _bias_of(parts: ScoreParts, block: Block, sequences: slice, kv_heads: int, m
     return torch.where(masked.allowed > 0, bias, 0)
 
 
-def control_rows(
-    own_queries: Float[Tensor, "n b g rq d_head"],
-    own_keys: Float[Tensor, "n b g k d_head"],
-    all_queries: Float[Tensor, "b g rq d_head"],
-    other_keys: Float[Tensor, "n b g k d_head"],
-    scores: BlockScores,
-) -> Float[Tensor, "6 n b g r q"]:
-    """Some controls on one block of rows, summed over the keys; three products a control instead of a whole split.
+class ControlScores:
+    """All controls on one block of rows, a few at a time: three products a control instead of a whole split.
 
-    N is inside the control and R the rest: NN, NR and RN are products; RR is what they leave of all scores without centre.
+    N is inside the control, R the rest of what is not centre: NN, NR and RN are products, and RR is what they leave. No
+    score is centred one by one; sums of squares and of scores give the squares about the mean. Keys may be shifted by any
+    constant beforehand (it changes no square), so that these differences lose no digits.
 
     Args:
-        own_queries, own_keys: the parts inside the controls; other_keys: tangent plus normal without them.
-        all_queries: tangent plus normal.
+        queries: parts inside the controls, and tangent plus normal without them, (2, m * b * g, r * q, d_head).
+        keys: the same of the keys, (2, m * b * g, d_head, k).
         scores: those of the tangent's own split.
-
-    Returns:
-        |S^NN|^2, |S^NR|^2, |S^RN|^2, |S^RR|^2 of each row, <S^NN, S>, and the divergence in nats when of the parts without
-        centre only NN stays.
     """
-    rows, shape = scores.total.shape[-2], scores.total.shape
-    three = own_queries.new_empty((3, len(own_queries), *shape))
-    products(own_queries, own_keys, rows, out=three[0])
-    products(own_queries, other_keys, rows, out=three[1])
-    products(all_queries - own_queries, own_keys, rows, out=three[2])
-    divergence = scores.pattern.divergence(three[0])
-    scores.masked.centre_(three)
-    inside = (three[0] * scores.total).sum(dim=-1)
-    rest = (scores.whole - three[0]).sub_(three[1]).sub_(three[2])
-    return torch.cat([row_squares(three), torch.stack([row_squares(rest), inside, divergence])])
+
+    def __init__(
+        self, queries: Float[Tensor, "2 mbg rq d_head"], keys: Float[Tensor, "2 mbg d_head k"], scores: BlockScores
+    ) -> None:
+        self.queries, self.keys, self.scores = queries, keys, scores
+        self.shape = scores.total.shape
+        self.groups = self.shape[0] * self.shape[1]
+        self.controls = queries.shape[1] // self.groups
+        # |S^NN|^2, |S^NR|^2, |S^RN|^2, |S^RR|^2 of each row, <S^NN, S>, and the divergence when only NN stays, in nats.
+        self.rows = queries.new_empty((6, self.controls, *self.shape[:-1]))
+
+    def measure(self, step: int) -> Float[Tensor, "6 m b g r q"]:
+        """Every row of every control, ``step`` controls at a time."""
+        three = self.queries.new_empty((3, step * self.groups, *self.queries.shape[2:3], self.shape[-1]))
+        for start in range(0, self.controls, step):
+            stop = min(start + step, self.controls)
+            self._measure(slice(start, stop), three[:, : (stop - start) * self.groups])
+        return self.rows
+
+    def _measure(self, some: slice, three: Float[Tensor, "3 nbg rq k"]) -> None:
+        places = slice(some.start * self.groups, some.stop * self.groups)
+        (own_queries, other_queries), (own_keys, other_keys) = self.queries[:, places], self.keys[:, places]
+        for out, queries, keys in zip(
+            three, (own_queries, own_queries, other_queries), (own_keys, other_keys, own_keys), strict=True
+        ):
+            torch.bmm(queries, keys, out=out)
+        three = three.view(3, -1, *self.shape)
+        both, query_side, key_side = three
+        scores, rows = self.scores, self.rows[:, some]
+        rows[5] = scores.pattern.divergence(both)
+        scores.masked.clear_(three)
+        torch.sum(both * scores.total, dim=-1, out=rows[4])
+        sums = three.sum(dim=-1)
+        rest = (scores.whole - both).sub_(query_side).sub_(key_side)
+        squares = rows[:4]
+        torch.linalg.vector_norm(three, dim=-1, out=squares[:3])
+        torch.linalg.vector_norm(rest, dim=-1, out=squares[3])
+        squares.square_()
+        # All scores without centre are centred already, so that what is left of them sums to minus the three.
+        share = scores.masked.share[..., 0]
+        squares[:3].sub_(sums.square() * share)
+        squares[3].sub_(sums.sum(dim=0).square_().mul_(share))

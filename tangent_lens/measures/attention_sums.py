@@ -12,8 +12,8 @@ from tangent_lens.measures.attention import AttentionDominance, dominance_of_sum
 from tangent_lens.measures.attention_axes import RADIUS_BINS, add_distances, add_frequencies, add_radii
 from tangent_lens.measures.attention_blocks import (
     BlockScores,
+    ControlScores,
     by_head,
-    control_rows,
     query_rows,
     row_squares,
     wide,
@@ -22,7 +22,7 @@ from tangent_lens.measures.attention_inputs import Block, ScoreParts, distance_l
 from tangent_lens.recording.moments import full_precision
 
 # Scores worked on together: a few arrays of this many numbers stay in the caches of one core.
-SCORES_AT_ONCE = 1 << 17
+SCORES_AT_ONCE = 1 << 18
 
 
 class AttentionSums:
@@ -246,7 +246,7 @@ class _Sequences:
         self.queries, self.keys = self._some(parts.queries), self._some(parts.keys)
         if parts.control_queries is not None and parts.control_keys is not None:
             self.own_queries, self.own_keys = self._some(parts.control_queries), self._some(parts.control_keys)
-            self.other_keys = self.keys[1] + self.keys[2] - self.own_keys
+            self.control_keys = self._control_keys()
         # S k of every query and S^T q of every key, centre and the rest apart: what is linear in a control's queries or
         # keys (<S^Nc, S>, <S^NM, S>, <S^cN, S>, <S^MN, S> with M = tangent + normal) follows without any of its scores.
         _, batch, kv_heads, columns, width = self.keys.shape
@@ -256,6 +256,16 @@ class _Sequences:
     def _some(self, side: Tensor) -> Tensor:
         dtype = torch.float64 if self.parts.queries.dtype == torch.float64 else torch.float32
         return side[:, self.sequences].to(self.parts.queries.device, dtype).contiguous()
+
+    def _control_keys(self) -> Float[Tensor, "2 mbg d_head key"]:
+        """Parts of the keys inside the controls, and tangent plus normal without them, about their means.
+
+        A constant on all keys changes no centred score; but before a soft cap it is not free.
+        """
+        both = torch.stack([self.own_keys, self.keys[1] + self.keys[2] - self.own_keys])
+        if self.parts.softcap is None:
+            both -= both.mean(dim=-2, keepdim=True)
+        return both.flatten(1, 3).transpose(-1, -2)
 
     def add(self) -> None:
         """All blocks, then what controls need of whole sequences."""
@@ -298,14 +308,10 @@ class _Sequences:
                 self.met_queries[place, ..., block.keys, :] += (scores.total.transpose(-1, -2) @ part).movedim(2, 0)
 
     def _add_controls(self, scores: BlockScores, queries: Tensor, block: Block) -> None:
-        all_queries, step = queries[1] + queries[2], max(1, SCORES_AT_ONCE // scores.total.numel())
-        found = []
-        for start in range(0, self.parts.controls, step):
-            some = slice(start, start + step)
-            own_keys, other_keys = (side[some, ..., block.keys, :] for side in (self.own_keys, self.other_keys))
-            own_queries = self._rows(self.own_queries[some], block)
-            found.append(control_rows(own_queries, own_keys, all_queries, other_keys, scores))
-        sums = by_head(torch.cat(found, dim=1))
+        own = self._rows(self.own_queries, block)
+        both = torch.stack([own, queries[1] + queries[2] - own]).flatten(1, 3)
+        found = ControlScores(both, self.control_keys[..., block.keys], scores)
+        sums = by_head(found.measure(min(self.parts.controls, max(1, SCORES_AT_ONCE // scores.total.numel()))))
         self.into["control_squares"] += sums[:, :4].transpose(1, 2)
         self.into["control_products"][..., 4] += sums[:, 4]
         self.into["control_kl"] += sums[:, 5]
