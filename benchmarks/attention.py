@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tangent_lens.lens import Lens
 from tangent_lens.measures.attention_report import AttentionSettings
+from tangent_lens.measures.attention_rows import ChosenRows
 from tangent_lens.measures.attention_run import record_attention
 from tangent_lens.models.attention import attention_reader
 from tangent_lens.models.packaged import PackagedModelUnavailable
@@ -79,7 +80,14 @@ def main() -> None:
                 lens.model.run_without_logits(batch)
 
     def split(controls: int) -> None:
-        record_attention(lens.model, reader, corpus.batches(BATCH), proxies, AttentionSettings(controls=controls))
+        record_attention(
+            lens.model,
+            reader,
+            corpus.batches(BATCH),
+            proxies,
+            AttentionSettings(controls=controls),
+            chosen=ChosenRows.of(corpus.sequences, AttentionSettings().control_rows),
+        )
 
     variants = {
         "plain forward pass, eager attention": plain,

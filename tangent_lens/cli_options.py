@@ -26,6 +26,9 @@ TextColumn = Annotated[str, typer.Option("--column", help="Column of the dataset
 Split = Annotated[str, typer.Option(help="Split of the dataset.")]
 Rank = Annotated[str, typer.Option(help="Dimensions of the tangent proxy, or a variance share such as 0.9.")]
 Controls = Annotated[int, typer.Option(help="Random normal subspaces to compare with.")]
+ControlRows = Annotated[
+    int, typer.Option(help="About how many query rows the random normals are measured on; 0 for all, which takes longer.")
+]
 Seed = Annotated[int, typer.Option(help="Of the fit/test split and of the controls.")]
 Sequences = Annotated[int, typer.Option(help="At most this many sequences; half fit the proxies. 0 for all.")]
 SequenceLength = Annotated[int, typer.Option(help="Tokens in a sequence.")]

@@ -9,6 +9,7 @@ from conformance.families import tiny_model
 from model_snapshot import Snapshot
 
 import tangent_lens as tln
+from tangent_lens.measures.attention_rows import ChosenRows
 from tangent_lens.measures.attention_run import frequency_buckets
 from tangent_lens.models.packaged import PackagedModelUnavailable
 from tangent_lens.models.protocol import UnsupportedModel
@@ -63,6 +64,31 @@ def test_the_pass_that_looks_on_is_the_models_own_pass():
         torch.testing.assert_close(found[kept], taps[layer].activations[kept], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_neox"])
+def test_controls_on_some_rows_are_those_of_a_run_that_counts_these_rows_alone(family, monkeypatch):
+    """What is taken of queries, masks, rotations and biases by row is the same as what a whole run has there."""
+    # Gemma 2 has no float64 under padding.
+    dtype, digits = (torch.float32, 1e-3) if family == "gemma2" else (torch.float64, 1e-7)
+    lens = tln.Lens(tiny_model(family, dtype))
+    sampled = lens.attention(SEQUENCES, rank=4, controls=5, control_rows=40, progress=False)
+    assert all(max(one.random_rows) < max(one.rows) / 1.5 for one in sampled.layers)
+    every = ChosenRows.__call__
+
+    def kept_alone(self, batch):
+        rows = every(self, batch)
+        object.__setattr__(batch, "keep", rows.to(batch.keep.device))
+        return rows
+
+    monkeypatch.setattr(ChosenRows, "__call__", kept_alone)
+    alone = lens.attention(SEQUENCES, rank=4, controls=5, control_rows=40, progress=False)
+    for few, same in zip(sampled.layers, alone.layers, strict=True):
+        assert few.random_rows == same.rows == same.random_rows
+        np.testing.assert_allclose(few.random, same.random, rtol=digits)
+        np.testing.assert_allclose(few.random_kl, same.random_kl, rtol=digits, atol=1e-6 * digits)
+        for name, values in few.random_shares.items():
+            np.testing.assert_allclose(values, same.random_shares[name], rtol=digits, atol=1e-3 * digits)
+
+
 def test_layers_are_chosen_and_counted_from_the_end():
     model = tiny_model("gpt2")
     report = tln.Lens(model).attention(SEQUENCES, [0, -1], rank=4, progress=False)
@@ -108,6 +134,7 @@ def test_the_same_seed_gives_the_same_report_and_another_seed_other_controls():
     [
         ({"rank": 17}, r"rank 17 needs 2\*rank <= d = 32"),
         ({"controls": 0}, "0 controls give no comparison"),
+        ({"control_rows": 0}, "control_rows 0 leaves nothing to compare with"),
         ({"distance_edges": (4, 1)}, r"distance_edges \(4, 1\) must be growing key distances"),
         ({"frequency_buckets": -1}, "frequency_buckets -1 must be a whole number"),
         ({"layers": [7]}, r"resid_pre\.7 is not in this model, which has 3 layers"),

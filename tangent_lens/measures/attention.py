@@ -244,6 +244,7 @@ def fitted_exponent(log_radius: Array, log_size: Array, weights: Array) -> tuple
 
 def dominance_of_sums(
     sums: Mapping[str, Array],
+    controls: Mapping[str, Array] | None = None,
     *,
     layer: int | None = None,
     tangent_share: float | None = None,
@@ -254,6 +255,7 @@ def dominance_of_sums(
 
     Args:
         sums: float64 arrays by name, heads first.
+        controls: the same of the rows on which the controls were measured; by default ``sums``.
         tangent_share: rho = tr(Q^T C Q) / tr(C) of the rows after the norm with frozen scale, for ``variance_baseline``.
 
     Raises:
@@ -265,11 +267,13 @@ def dominance_of_sums(
     empty = np.zeros((heads, 0))
     shares = _ratio(sums["products"], sums["score_square"][:, None])
     random, random_kl, random_shares = empty, empty, np.zeros((heads, 0, len(SHARES)))
-    if "control_squares" in sums:
-        random = dominance_of_squares(sums["control_squares"])
-        random_kl = np.maximum(_ratio(sums["control_kl"], sums["control_rows"][:, None]), 0)
-        found = control_products(sums["control_beside"], sums["control_products"])
-        random_shares = _ratio(found, sums["control_score_square"][:, None, None])
+    beside = sums if controls is None else controls
+    compared = "control_squares" in beside
+    if compared:
+        random = dominance_of_squares(beside["control_squares"])
+        random_kl = np.maximum(_ratio(beside["control_kl"], beside["rows"][:, None]), 0)
+        found = control_products(beside["products"], beside["control_products"])
+        random_shares = _ratio(found, beside["score_square"][:, None, None])
     return AttentionDominance(
         layer=layer,
         dominance=_tuples(dominance_of_squares(sums["squares"])),
@@ -280,7 +284,7 @@ def dominance_of_sums(
         random_kl=_tuples(random_kl),
         variance_baseline=None if tangent_share is None else tangent_share**2,
         **{name: _tuples(sums[name].astype(int)) for name in ("rows", "pairs", "left_out_rows")},
-        random_rows=_tuples(sums.get("control_rows", np.zeros(heads)).astype(int)),
+        random_rows=_tuples((beside["rows"] if compared else np.zeros(heads)).astype(int)),
         by_distance=_by_bucket(sums, "distance", "key distance", distance_labels),
         by_frequency=_by_bucket(sums, "frequency", "query token frequency", frequency_labels),
         scaling=_scaling(sums) if "radius_squares" in sums else None,

@@ -143,6 +143,29 @@ class ScoreParts:
             },
         )
 
+    def with_controls(
+        self,
+        sequences: Int[Tensor, " n"],
+        rows: Int[Tensor, "n row"],
+        pairs: AllowedPairs,
+        control_queries: Float[Tensor, "m n heads row d_head"],
+        control_keys: Float[Tensor, "m n kv_heads key d_head"],
+    ) -> ScoreParts:
+        """Some query rows of some sequences, and what of them lies inside controls; frequency and radius stay behind.
+
+        Args:
+            sequences, rows: their places in the batch.
+            pairs: of these rows.
+        """
+        sequences, rows = sequences.to(self.queries.device), rows.to(self.queries.device)
+        bias = None if self.bias is None else self.bias if self.bias.ndim == 4 else self.bias[None]
+        if bias is not None:
+            bias = bias if len(bias) == 1 else bias[sequences]
+            bias = torch.take_along_dim(bias, rows[:, None, :, None], dim=2)
+        queries = torch.take_along_dim(self.queries[:, sequences], rows[None, :, None, :, None], dim=3)
+        keys = self.keys[:, sequences]
+        return ScoreParts(queries, keys, pairs, control_queries, control_keys, bias, self.softcap)
+
     @property
     def controls(self) -> int:
         """How many controls came along."""

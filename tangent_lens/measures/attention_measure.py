@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tangent_lens.measures.analysis import concentration_warnings, fit_proxy, summarise_space
 from tangent_lens.measures.attention_report import AttentionReport, AttentionSettings
+from tangent_lens.measures.attention_rows import ChosenRows
 from tangent_lens.measures.attention_run import frequency_buckets, record_attention
 from tangent_lens.measures.report import CorpusDescription, library_versions
 from tangent_lens.models.attention import attention_reader
@@ -63,6 +64,7 @@ def measure_attention(
         test.batches(settings.batch_size, **batching),
         {_layer_of(site): proxy for site, proxy in proxies.items()},
         settings,
+        chosen=ChosenRows.of(test.sequences, settings.control_rows),
         token_buckets=buckets,
         frequency_labels=labels,
         progress=progress,
@@ -105,6 +107,8 @@ def _check_settings(settings: AttentionSettings) -> None:
             raise ValueError(f"{name} {value!r} must be a whole number, 0 or more")
     if settings.controls < 1:
         raise ValueError(f"{settings.controls} controls give no comparison; use 1 or more")
+    if settings.control_rows is not None and settings.control_rows < 1:
+        raise ValueError(f"control_rows {settings.control_rows} leaves nothing to compare with; use 1 or more, or None")
     edges = settings.distance_edges
     if list(edges) != sorted(set(edges)) or any(edge < 1 for edge in edges):
         raise ValueError(

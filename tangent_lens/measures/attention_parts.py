@@ -38,12 +38,10 @@ class SplitRows:
     Attributes:
         tangent: coordinates Q^T (x - c) in the tangent proxy.
         normal: the rest, x - c - Q Q^T (x - c).
-        controls: coordinates Q_j^T (x - c) in each control; None without controls.
     """
 
     tangent: Float[Tensor, "batch pos k"]
     normal: Float[Tensor, "batch pos d"]
-    controls: Float[Tensor, "m batch pos k"] | None
 
     def radius(self) -> Float[Tensor, "batch pos"]:
         """|x - c| of each row."""
@@ -56,7 +54,6 @@ def split_rows(
     rows: Float[Tensor, "batch pos d"],
     centre: Float[Tensor, " d"],
     basis: Float[Tensor, "d k"],
-    controls: Float[Tensor, "m d k"] | None = None,
 ) -> SplitRows:
     """Split rows about a centre: once a layer, for queries and keys alike.
 
@@ -64,32 +61,37 @@ def split_rows(
         rows: of the residual stream, before the norm.
         centre: c, the corpus mean.
         basis: Q, orthonormal.
-        controls: orthonormal frames Q_j.
 
     Raises:
         ValueError: widths that differ.
     """
-    widths = {
-        "centre": len(centre),
-        "basis": len(basis),
-        "controls": rows.shape[-1] if controls is None else controls.shape[1],
-    }
+    _check_widths(rows, centre=len(centre), basis=len(basis))
+    shifted, basis = rows - centre.to(rows), basis.to(rows)
+    tangent = shifted @ basis
+    normal = shifted - tangent @ basis.T
+    return SplitRows(tangent, normal)
+
+
+def control_coordinates(
+    rows: Float[Tensor, "batch pos d"], centre: Float[Tensor, " d"], frames: Float[Tensor, "m d k"]
+) -> Float[Tensor, "m batch pos k"]:
+    """Q_j^T (x - c) of every row in every control, in one product.
+
+    Raises:
+        ValueError: widths that differ.
+    """
+    m, d, k = frames.shape
+    _check_widths(rows, centre=len(centre), controls=d)
+    flat = (rows - centre.to(rows)) @ frames.to(rows).transpose(0, 1).reshape(d, m * k)
+    return flat.unflatten(-1, (m, k)).movedim(-2, 0)
+
+
+def _check_widths(rows: Tensor, **widths: int) -> None:
     for name, width in widths.items():
         if width != rows.shape[-1]:
             raise ValueError(
                 f"rows of width {rows.shape[-1]} cannot be split by a {name} of width {width}; use one site"
             )
-    shifted, basis = rows - centre.to(rows), basis.to(rows)
-    tangent = shifted @ basis
-    normal = shifted - tangent @ basis.T
-    return SplitRows(tangent, normal, None if controls is None else _coordinates(shifted, controls.to(rows)))
-
-
-def _coordinates(rows: Tensor, frames: Tensor) -> Tensor:
-    """All controls in one product, (m, batch, pos, k)."""
-    m, d, k = frames.shape
-    flat = rows @ frames.transpose(0, 1).reshape(d, m * k)
-    return flat.unflatten(-1, (m, k)).movedim(-2, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,16 +176,16 @@ class SplitLinear:
         return self._by_head(parts)
 
     def control_parts(
-        self, rows: SplitRows, scale: Float[Tensor, "batch pos 1"] | None = None
+        self, coordinates: Float[Tensor, "m batch pos k"], scale: Float[Tensor, "batch pos 1"] | None = None
     ) -> Float[Tensor, "m batch heads pos d_head"]:
-        """The part of the output that comes from inside each control.
+        """The part of the output that comes from inside each control, for rows by their :func:`control_coordinates`.
 
         Raises:
-            ValueError: the rows or this map were prepared without controls.
+            ValueError: this map was prepared without controls.
         """
-        if rows.controls is None or self.controls is None:
-            raise ValueError("these rows or this map know no controls; pass controls to split_rows and SplitLinear.of")
-        coordinates = rows.controls if scale is None else rows.controls / scale
+        if self.controls is None:
+            raise ValueError("this map knows no controls; pass controls to SplitLinear.of")
+        coordinates = coordinates if scale is None else coordinates / scale
         batch, pos = coordinates.shape[1:3]
         return self._by_head(torch.bmm(coordinates.flatten(1, 2), self.controls).unflatten(1, (batch, pos)))
 
@@ -210,10 +212,13 @@ def split_linear(
     Raises:
         ValueError: widths that differ.
     """
-    split = split_rows(rows, centre, basis, controls)
+    split = split_rows(rows, centre, basis)
+    if controls is not None:
+        _check_widths(rows, controls=controls.shape[1])
     place = {"dtype": rows.dtype, "device": rows.device}
     linear = SplitLinear.of(weight, heads, centre, basis, controls, bias=bias, norm=norm, **place)
-    return linear.parts(split, scale), None if controls is None else linear.control_parts(split, scale)
+    inside = None if controls is None else linear.control_parts(control_coordinates(rows, centre, controls), scale)
+    return linear.parts(split, scale), inside
 
 
 def apply_frozen_norm(

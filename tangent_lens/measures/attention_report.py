@@ -22,6 +22,8 @@ class AttentionSettings:
     """How a run was made; every choice that can change a number.
 
     Attributes:
+        control_rows: about how many query rows, evenly spread over the corpus, the random normals are measured on; None for
+            all rows. The tangent is measured on all rows always.
         distance_edges: where buckets of the key distance begin, beside 0; () without that axis.
         frequency_buckets: buckets of the query token's frequency, each of about as many tokens; 0 without that axis.
         scaling: whether pairs were binned by the radius of their rows.
@@ -29,6 +31,7 @@ class AttentionSettings:
 
     rank: int | float = 16
     controls: int = 20
+    control_rows: int | None = 256
     seed: int = 0
     center: bool = True
     fit_fraction: float = 0.5

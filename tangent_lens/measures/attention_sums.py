@@ -77,8 +77,6 @@ class AttentionSums:
         shapes |= {"squares": (h, 4), "products": (h, 10)}
         if m:
             shapes |= {"control_squares": (h, m, 4), "control_products": (h, m, 5), "control_kl": (h, m)}
-            # The same of the tangent's own split, on the rows that came with controls.
-            shapes |= {"control_rows": (h,), "control_score_square": (h,), "control_beside": (h, 10)}
         if self.distance_edges:
             shapes |= {"distance_squares": (h, distances, 4), "distance_pairs": (h, distances)}
         if self.frequency_buckets:
@@ -93,9 +91,6 @@ class AttentionSums:
 
     def update(self, parts: ScoreParts) -> None:
         """Add a batch. Beside the parts, memory is that of a few blocks of rows, never of all controls' scores.
-
-        A batch may come without controls: its rows then count for the tangent alone, and the controls' numbers are those
-        of the other batches. Controls cost most of the time; on every fourth sequence, say, they cost a quarter.
 
         Raises:
             ValueError: other heads or controls than announced, an axis that was announced and did not come or the
@@ -132,9 +127,6 @@ class AttentionSums:
             fresh["left_out_rows"] += parts.pairs.left_out.cpu()
             for sequences in self._sequences(parts):
                 _Sequences(self, parts, sequences, fresh).add()
-        if parts.controls:
-            for key, same in (("rows", "rows"), ("score_square", "score_square"), ("beside", "products")):
-                fresh[f"control_{key}"] += fresh[same]
         return fresh
 
     @staticmethod
@@ -156,7 +148,7 @@ class AttentionSums:
     def _check(self, parts: ScoreParts) -> None:
         if parts.heads != self.heads:
             raise ValueError(f"{self.name}: {parts.heads} query heads came, {self.heads} were announced")
-        if parts.controls not in (0, self.controls):
+        if parts.controls != self.controls:
             raise ValueError(f"{self.name}: {parts.controls} controls came, {self.controls} were announced")
         for what, wanted, came in (
             ("frequency", bool(self.frequency_buckets), parts.frequency is not None),
@@ -196,10 +188,14 @@ class AttentionSums:
         names = ("heads", "controls", "distance_edges", "frequency_buckets", "scaling")
         return {name: getattr(self, name) for name in names}
 
-    def result(self, *, layer: int | None = None, tangent_share: float | None = None) -> AttentionDominance:
+    def result(
+        self, *, layer: int | None = None, tangent_share: float | None = None, controls: AttentionSums | None = None
+    ) -> AttentionDominance:
         """What follows from all batches so far.
 
         Args:
+            controls: sums of some of the same rows, from which all that concerns the controls is taken; by default these
+                sums themselves. Controls cost most of the time, and less of it on fewer rows.
             layer: the result's name for itself.
             tangent_share: rho = tr(Q^T C Q) / tr(C) of the rows after the norm with frozen scale.
 
@@ -213,6 +209,7 @@ class AttentionSums:
             )
         return dominance_of_sums(
             {key: value.numpy() for key, value in self.sums.items()},
+            None if controls is None else {key: value.numpy() for key, value in controls.sums.items()},
             layer=layer,
             tangent_share=tangent_share,
             distance_labels=distance_labels(self.distance_edges),

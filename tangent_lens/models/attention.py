@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tangent_lens.models.protocol import Batch, Model, UnsupportedModel
@@ -108,6 +108,27 @@ class AttentionCall:
     softcap: float | None
     allowed: Bool[Tensor, "batch 1 pos pos"]
     bias: Tensor | None = None
+
+    def of_sequences(self, numbers: Int[Tensor, " n"]) -> AttentionCall:
+        """Some sequences of the batch; the bias is left alone."""
+        return self._mapped(_BY_SEQUENCE, lambda values: values if len(values) == 1 else values[numbers])
+
+    def of_rows(self, numbers: Int[Tensor, "batch n"]) -> AttentionCall:
+        """Some rows of every sequence, as queries; keys and bias are left alone."""
+
+        def taken(values: Tensor) -> Tensor:
+            index = numbers[..., None] if values.ndim == 3 else numbers[:, None, :, None]
+            return torch.take_along_dim(values, index, dim=-2)
+
+        return self._mapped(_BY_QUERY, taken)
+
+    def _mapped(self, names: Sequence[str], change: Callable[[Tensor], Tensor]) -> AttentionCall:
+        found = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: change(values) for name, values in found.items() if values is not None})
+
+
+_BY_QUERY = ("rows", "row_scale", "query", "query_scale", "cos", "sin", "allowed")
+_BY_SEQUENCE = (*_BY_QUERY, "key", "key_scale")
 
 
 Receiver = Callable[[AttentionCall], None]

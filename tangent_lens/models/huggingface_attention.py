@@ -38,6 +38,7 @@ class HuggingFaceAttention:
     def __init__(self, model: HuggingFaceModel) -> None:
         self._model = model
         self._config: Any = model.module.config
+        self._shape = model.description
         _check_interface(self._attention(0))
 
     def weights(self, layer: int) -> AttentionWeights:
@@ -47,7 +48,7 @@ class HuggingFaceAttention:
             UnsupportedModel: quantised or offloaded weights.
         """
         family, block = self._model.family, self._model.blocks[layer]
-        shape = self._model.description
+        shape = self._shape
         attention = self._attention(layer)
         streams = family.reads_the_stream(block)
         query_weight, query_bias = self._map(layer, "query")

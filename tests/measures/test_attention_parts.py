@@ -22,6 +22,7 @@ from tangent_lens.measures.attention_parts import (
     SplitLinear,
     apply_frozen_norm,
     apply_rotary,
+    control_coordinates,
     split_linear,
     split_rows,
 )
@@ -114,13 +115,13 @@ def test_the_part_inside_a_control_is_the_tangent_part_of_a_split_along_it(seed)
 def test_rows_are_split_once_for_several_maps():
     rows, centre, basis = rows_of(), numbers(5, D), random_frame(D, K)
     frames = random_normals(basis, 2)
-    split = split_rows(rows, centre, basis, frames)
+    split, coordinates = split_rows(rows, centre, basis), control_coordinates(rows, centre, frames)
     for heads in (HEADS, 1):
         weight = numbers(heads, heads * WIDTH, D)
         linear = SplitLinear.of(weight, heads, centre, basis, frames, dtype=torch.float64)
         parts, inside = split_linear(rows, centre, basis, weight, heads, controls=frames)
         torch.testing.assert_close(linear.parts(split), parts)
-        torch.testing.assert_close(linear.control_parts(split), inside)
+        torch.testing.assert_close(linear.control_parts(coordinates), inside)
     torch.testing.assert_close(split.radius(), (rows - centre).norm(dim=-1))
 
 
@@ -142,12 +143,11 @@ def test_what_does_not_fit_is_refused():
         (torch.zeros(D), basis, torch.zeros(2, 7, K), "controls of width 7"),
     ):
         with pytest.raises(ValueError, match=f"rows of width 10 cannot be split by a {taught}"):
-            split_rows(rows, centre, frame, controls)
+            split_linear(rows, centre, frame, torch.zeros(8, D), 2, controls=controls)
     with pytest.raises(ValueError, match="8 outputs cannot be cut into 3 heads"):
         SplitLinear.of(torch.zeros(8, D), 3, torch.zeros(D), basis)
-    with pytest.raises(ValueError, match="know no controls"):
-        split = split_rows(rows, torch.zeros(D), basis)
-        SplitLinear.of(torch.zeros(8, D), 2, torch.zeros(D), basis).control_parts(split)
+    with pytest.raises(ValueError, match="knows no controls"):
+        SplitLinear.of(torch.zeros(8, D), 2, torch.zeros(D), basis).control_parts(torch.zeros(1, 2, 6, K))
 
 
 def angles(length: int, half: int, batch: int = 2) -> torch.Tensor:

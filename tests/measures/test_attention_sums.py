@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 from tangent_lens.measures import attention_sums
 from tangent_lens.measures.attention import SHARES
+from tangent_lens.measures.attention_inputs import AllowedPairs
 from tangent_lens.measures.attention_sums import AttentionSums
 
 seeds = st.integers(0, 10_000)
@@ -247,19 +248,36 @@ def test_equal_controls_are_equal_to_the_tangent_itself():
     assert result.p_value == result.kl_p_value == result.share_p_value("tangent_tangent") == (1.0,) * 4
 
 
-def test_controls_may_come_with_some_batches_only():
+def test_controls_may_be_summed_over_some_of_the_rows():
     case = random_case(15, batch=5)
-    few, rest = chosen(case, [1, 3]), chosen(case, [0, 2, 4])
-    rest.control_queries = rest.control_keys = None
-    found, whole, sampled = sums_of(few), sums_of(case).result(), sums_of(few).result()
-    found.update(parts_of(rest))
-    result = found.result()
-    assert result.dominance == pytest.approx(whole.dominance, rel=1e-12)
-    assert result.kl == pytest.approx(whole.kl, rel=1e-12)
-    assert result.random == sampled.random
-    assert result.random_kl == sampled.random_kl
-    assert result.random_shares == sampled.random_shares
+    whole, some = sums_of(case).result(), sums_of(chosen(case, [1, 3]))
+    alone = sums_of(dataclasses.replace(case, control_queries=None, control_keys=None))
+    assert (alone.result().random, alone.result().random_rows) == (((),) * 4, (0,) * 4)
+    result, sampled = alone.result(controls=some), some.result()
+    for name in ("dominance", "shares", "kl", "rows", "pairs"):
+        assert getattr(result, name) == getattr(whole, name)
+    for name in ("random", "random_kl", "random_shares"):
+        assert getattr(result, name) == getattr(sampled, name)
     assert (result.rows[0], result.random_rows[0]) == (30, 12)
+
+
+@pytest.mark.parametrize("bias_axes", [(4, 7, 7), (1, 4, 7, 7), (3, 4, 7, 7), None])
+def test_some_rows_of_some_sequences_are_the_rows_of_a_whole_batch_that_are_kept(bias_axes):
+    bias = None if bias_axes is None else normal_numbers(np.random.default_rng(5), *bias_axes)
+    case = random_case(15, batch=3, bias=bias, softcap=2.0)
+    kept = torch.zeros(3, 7, dtype=torch.bool)
+    kept[0, 2], kept[2, 1], kept[2, 5] = True, True, True
+    sequences, numbers, valid = torch.tensor([0, 2]), torch.tensor([[2, 0], [1, 5]]), torch.tensor([[1, 0], [1, 1]]) > 0
+    place = numbers[:, None, :, None]
+    pairs = AllowedPairs.of(case.allowed[sequences].take_along_dim(place, 2), valid)
+    own = case.control_queries[:, sequences].take_along_dim(place[None], 3)
+    some = parts_of(case).with_controls(sequences, numbers, pairs, own, case.control_keys[:, sequences])
+    found = AttentionSums(4, 2)
+    found.update(some)
+    expected = sums_of(dataclasses.replace(case, kept=kept))
+    for sums in (found, expected):
+        del sums.sums["left_out_rows"]
+    check_sums(found, expected)
 
 
 def test_rows_with_fewer_than_two_keys_are_left_out_and_counted():
