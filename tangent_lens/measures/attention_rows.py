@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tangent_lens.models.protocol import Batch
+from tangent_lens.recording.row_choice import sequence_number
 
 # Within a chosen sequence one row of this many. The keys of a sequence are split for all of its rows, so that fewer
 # sequences cost less, and more of them say more.
@@ -37,7 +37,7 @@ class ChosenRows:
         if wanted is None or rows <= wanted:
             return cls()
         apart = min(ROWS_APART, rows // wanted)
-        drawn = sorted((_number(sequence), len(sequence)) for sequence in sequences)
+        drawn = sorted((sequence_number(sequence), len(sequence)) for sequence in sequences)
         enough = int(np.searchsorted(np.cumsum([length for _, length in drawn]), wanted * apart))
         return cls(drawn[min(enough, len(drawn) - 1)][0], apart)
 
@@ -45,14 +45,11 @@ class ChosenRows:
         """The chosen ones among the kept rows of a batch, on the CPU."""
         mask = batch.attention_mask.cpu()
         tokens = batch.tokens.cpu().numpy()
-        numbers = torch.tensor([_number(row[own]) for row, own in zip(tokens, mask.numpy(), strict=True)])[:, None]
+        numbers = torch.tensor([sequence_number(row[own]) for row, own in zip(tokens, mask.numpy(), strict=True)])[
+            :, None
+        ]
         places = mask.cumsum(dim=1) - 1 + numbers
         return batch.keep.cpu() & (numbers <= self.last) & (places % self.apart == 0)
-
-
-def _number(tokens: np.ndarray) -> int:
-    """Between 0 and 2^32, as good as random."""
-    return zlib.crc32(np.ascontiguousarray(tokens, dtype=np.int64).tobytes())
 
 
 def row_numbers(chosen: Bool[Tensor, "batch pos"]) -> tuple[Int[Tensor, "batch n"], Bool[Tensor, "batch n"]]:

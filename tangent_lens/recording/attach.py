@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tangent_lens.models.protocol import Model, TapPoint
 from tangent_lens.recording.moments import Moments
-from tangent_lens.recording.receivers import MomentsReceiver, RowChoice, RowsReceiver, Selection
+from tangent_lens.recording.receivers import MomentsReceiver, RowsReceiver, Selection
+from tangent_lens.recording.row_choice import RowChoice
 from tangent_lens.recording.taps import GradientNeverCame, SiteNeverFired, attach_tap, host_function
 from tangent_lens.sites import Site
 

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tangent_lens.models.protocol import LinearMap, Model, TapPoint
+from tangent_lens.models.protocol import Batch, LinearMap, Model, TapPoint
 from tangent_lens.models.state import evaluation_mode, frozen_parameters
 from tangent_lens.progress import NoProgress, Progress
+from tangent_lens.recording.kept_rows import KeptRows, KeptSignals, RowSampler
 from tangent_lens.recording.losses import CausalLoss, Loss
 from tangent_lens.recording.moments import Moments, NonFiniteRows, ProjectedSums, SecondMoments
 from tangent_lens.recording.receivers import (
     InputReceiver,
     MomentsReceiver,
     PositionVariance,
-    RowChoice,
     Selection,
     WeightGradient,
     WeightReceiver,
 )
+from tangent_lens.recording.row_choice import RowChoice
+from tangent_lens.recording.row_sample import RowSample
 from tangent_lens.recording.taps import GradientNeverCame, SiteNeverFired, attach_tap
 from tangent_lens.sites import Site
 
 
 @dataclass(frozen=True)
 class ActivationRecord:
-    """What the forward pass leaves of one site; ``positions`` is None where rows have no place in a sequence."""
+    """What the forward pass leaves of one site.
+
+    Attributes:
+        positions: None where rows have no place in a sequence.
+        sample: some of the rows, if they were asked for.
+    """
 
     moments: SecondMoments
     positions: PositionVariance | None
+    sample: RowSample | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class GradientRecord:
         weights: one weight gradient a map.
         loss: mean loss a target: a token predicted, or a sequence where the loss is a function of a person's own.
         targets: number of targets.
+        kept_gradients: gradient rows and their sequences, by site; kept_inputs: the same of the maps' input rows.
+        kept_signals: backward signals by the map's name. All three are empty unless rows were to be kept.
     """
 
     moments: dict[Site, Moments]
@@ -53,6 +63,9 @@ class GradientRecord:
     weights: tuple[WeightGradient, ...]
     loss: float
     targets: int
+    kept_gradients: Mapping[Site, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept_inputs: Mapping[Site, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    kept_signals: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -67,6 +80,8 @@ def record_activations(
     sites: Sequence[Site],
     *,
     loss: Loss | None = None,
+    sample: int = 0,
+    seed: int = 0,
     progress: Progress | None = None,
     tokens: int = 0,
 ) -> dict[Site, ActivationRecord]:
@@ -75,6 +90,7 @@ def record_activations(
     Args:
         batches: read once.
         loss: that prepares the batches as it does for gradients (a masked-token loss masks); None leaves them as they are.
+        sample: rows of each site to keep as they are, chosen by ``seed``.
         tokens: how many tokens the batches hold, for the progress display.
 
     Raises:
@@ -84,12 +100,13 @@ def record_activations(
     """
     selection = Selection()
     receivers = [MomentsReceiver(site, selection, watch_positions=True) for site in sites]
+    samplers = {site: RowSampler(site, selection, sample, seed) for site in sites} if sample else {}
     prepare = loss.prepare if loss is not None else None
     passes = 0
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model.module))
         stack.enter_context(torch.no_grad())
-        for receiver in receivers:
+        for receiver in (*receivers, *samplers.values()):
             stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
         for batch in passing(batches, selection, model, "activations", tokens, progress, prepare):
             with _padding_explained(batch):
@@ -98,7 +115,10 @@ def record_activations(
             _check_fired(receivers, passes)
     _check_any_kept(receivers)
     return {
-        receiver.site: ActivationRecord(receiver.result().activations, receiver.positions) for receiver in receivers
+        one.site: ActivationRecord(
+            one.result().activations, one.positions, samplers[one.site].result() if samplers else None
+        )
+        for one in receivers
     }
 
 
@@ -112,6 +132,7 @@ def record_gradients(
     activations: bool = False,
     cross: bool = False,
     input_bases: Mapping[Site, Tensor] | None = None,
+    keep_rows: bool = False,
     progress: Progress | None = None,
     tokens: int = 0,
 ) -> GradientRecord:
@@ -125,6 +146,7 @@ def record_gradients(
         cross: and the cross moment of both.
         input_bases: for input sites of maps, the subspace (d, k) of the shuffled control, where it is known already;
             then their rows leave O(d) sums. Without it they leave full second moments.
+        keep_rows: keep all gradient rows, input rows and backward signals with their sequences; memory grows with the corpus.
 
     Raises:
         GradientNeverCame: the loss does not reach a site.
@@ -139,13 +161,18 @@ def record_gradients(
     bases = input_bases or {}
     at_inputs = [InputReceiver(site, selection, bases.get(site)) for site in dict.fromkeys(one.reads for one in maps)]
     at_maps = [WeightReceiver(group, selection) for group in _by_module(maps)]
+    kept = [KeptRows(site, selection, gradients=True) for site in sites] if keep_rows else []
+    inputs = [KeptRows(receiver.site, selection, gradients=False) for receiver in at_inputs] if keep_rows else []
+    signals = [KeptSignals(group, selection) for group in _by_module(maps)] if keep_rows else []
     loss_sum, targets, passes = 0.0, 0, 0
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model.module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(frozen_parameters(model))
-        for receiver in (*at_sites, *at_inputs):
+        for receiver in (*at_sites, *at_inputs, *kept, *inputs):
             stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
+        for receiver in signals:
+            stack.enter_context(_attached(receiver.maps[0].output.whole, receiver))
         for receiver in at_maps:
             for place in receiver.maps[0].inputs:
                 stack.enter_context(_attached(place, receiver.take_input))
@@ -168,6 +195,9 @@ def record_gradients(
         weights=tuple(result for receiver in at_maps for result in receiver.results()),
         loss=loss_sum / targets,
         targets=targets,
+        kept_gradients={receiver.site: receiver.result() for receiver in kept},
+        kept_inputs={receiver.site: receiver.result() for receiver in inputs},
+        kept_signals={name: rows for receiver in signals for name, rows in receiver.result().items()},
     )
 
 
@@ -206,15 +236,16 @@ def passing(
     """Each batch on the model's device, made current for the receivers, its progress shown."""
     progress = progress or NoProgress()
     vocabulary, device = model.description.vocabulary, model.device
-    seen = 0
+    seen = sequences = 0
     progress.start(description, total=tokens or None, unit="tokens")
     try:
         for batch in batches:
             batch.check_fits(vocabulary, model.longest_sequence)
             batch = (batch if prepare is None else prepare(batch)).to(device)
-            selection.current = RowChoice.of(batch)
+            selection.current = RowChoice.of(batch, sequences)
             yield batch
             seen += 1
+            sequences += len(batch.tokens) if isinstance(batch, Batch) else batch.size
             progress.advance(batch.size)
     finally:
         progress.finish()

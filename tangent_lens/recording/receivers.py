@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from tangent_lens.models.protocol import Batch, Inputs, LinearMap
+from tangent_lens.models.protocol import LinearMap
 from tangent_lens.recording.moments import (
     ROWS_A_PRODUCT,
     Moments,
@@ -20,48 +20,12 @@ from tangent_lens.recording.moments import (
     device_with_float64,
     full_precision,
 )
+from tangent_lens.recording.row_choice import RowChoice
 from tangent_lens.recording.taps import GradientNeverCame, GradientReceiver, SiteNeverFired
 from tangent_lens.sites import Site
 
 # Massive activations sit at the first positions (attention sinks); these are watched one by one.
 WATCHED_POSITIONS = 16
-
-
-@dataclass(frozen=True)
-class RowChoice:
-    """Which (sequence, position) entries of one batch enter the statistics; ``keep=None`` takes them all."""
-
-    keep: Bool[Tensor, "batch pos"] | None = None
-    positions: Int[Tensor, "batch pos"] | None = None
-
-    @classmethod
-    def of(cls, batch: Batch | Inputs) -> RowChoice:
-        """What a batch of the corpus says; an all-True mask is dropped, so that rows need no copy."""
-        if isinstance(batch, Inputs):
-            return cls()
-        return cls(None if bool(batch.keep.all()) else batch.keep, batch.positions)
-
-    def rows(self, tensor: Float[Tensor, "batch pos width"]) -> Float[Tensor, "n width"]:
-        """The chosen rows, one under the other.
-
-        Raises:
-            ValueError: the tensor has no rows, or the mask has another shape.
-        """
-        if tensor.ndim < 2:
-            raise ValueError(f"a site carries rows (..., width); here {tuple(tensor.shape)} passed")
-        if tensor.ndim != 3 and self.positions is not None:
-            raise ValueError(f"a site carries (batch, position, width); here {tuple(tensor.shape)} passed")
-        if self.keep is None:
-            return tensor.flatten(0, -2)
-        if self.keep.shape != tensor.shape[:2]:
-            raise ValueError(f"a mask of shape {tuple(self.keep.shape)} does not fit activations {tuple(tensor.shape)}")
-        return tensor[self.keep.to(tensor.device)]
-
-    def row_positions(self) -> Int[Tensor, " n"]:
-        """The place of each chosen row in its own sequence."""
-        if self.positions is None:
-            raise ValueError("positions are only known of batches of a corpus")
-        return self.positions.flatten() if self.keep is None else self.positions[self.keep]
 
 
 class Selection:

@@ -13,11 +13,11 @@ from tangent_lens.recording.receivers import (
     WATCHED_POSITIONS,
     MomentsReceiver,
     PositionVariance,
-    RowChoice,
     RowsReceiver,
     Selection,
     WeightReceiver,
 )
+from tangent_lens.recording.row_choice import RowChoice
 from tangent_lens.recording.taps import SiteNeverFired
 from tangent_lens.sites import Site
 
