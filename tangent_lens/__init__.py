@@ -12,9 +12,18 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tangent_lens.lens import Lens as Lens
+    from tangent_lens.measures.ablation import Ablation as Ablation
+    from tangent_lens.measures.ablation import AblationReport as AblationReport
+    from tangent_lens.measures.activation_shape import ShapeReport as ShapeReport
     from tangent_lens.measures.attention_report import AttentionReport as AttentionReport
+    from tangent_lens.measures.bootstrap import Interval as Interval
+    from tangent_lens.measures.bootstrap import adjusted_p_values as adjusted_p_values
+    from tangent_lens.measures.bootstrap import bootstrap as bootstrap
     from tangent_lens.measures.comparison import Comparison as Comparison
     from tangent_lens.measures.comparison import compare as compare
+    from tangent_lens.measures.cosine import mean_cosine as mean_cosine
+    from tangent_lens.measures.cosine import mean_cosine_of as mean_cosine_of
+    from tangent_lens.measures.dimension import intrinsic_dimension as intrinsic_dimension
     from tangent_lens.measures.energy import EnergyTest as EnergyTest
     from tangent_lens.measures.energy import energy_fraction as energy_fraction
     from tangent_lens.measures.energy import energy_test as energy_test
@@ -22,17 +31,28 @@ if TYPE_CHECKING:
     from tangent_lens.measures.isotropy import iso_score as iso_score
     from tangent_lens.measures.isotropy import iso_score_without as iso_score_without
     from tangent_lens.measures.isotropy import isotropy_test as isotropy_test
+    from tangent_lens.measures.overlaps import Overlaps as Overlaps
+    from tangent_lens.measures.overlaps import Stability as Stability
+    from tangent_lens.measures.overlaps import compare_subspaces as compare_subspaces
+    from tangent_lens.measures.overlaps import projection_distance as projection_distance
+    from tangent_lens.measures.overlaps import stability_over_halves as stability_over_halves
+    from tangent_lens.measures.overlaps import stability_over_seeds as stability_over_seeds
+    from tangent_lens.measures.partition import partition_isotropy as partition_isotropy
     from tangent_lens.measures.report import Report as Report
     from tangent_lens.measures.spectrum import Spectrum as Spectrum
     from tangent_lens.measures.spectrum import effective_rank as effective_rank
     from tangent_lens.measures.spectrum import participation_ratio as participation_ratio
+    from tangent_lens.measures.spectrum import power_law as power_law
+    from tangent_lens.measures.spectrum import rank_me as rank_me
     from tangent_lens.measures.spectrum import spectrum_of as spectrum_of
+    from tangent_lens.measures.spectrum import stable_rank as stable_rank
     from tangent_lens.recording.corpus import Corpus as Corpus
     from tangent_lens.recording.corpus import reference_prose as reference_prose
     from tangent_lens.recording.losses import causal_loss_sum as causal_loss_sum
     from tangent_lens.recording.masking import MaskedLoss as MaskedLoss
     from tangent_lens.recording.moments import Moments as Moments
     from tangent_lens.recording.moments import SecondMoments as SecondMoments
+    from tangent_lens.recording.row_sample import RowSample as RowSample
     from tangent_lens.sites import Site as Site
     from tangent_lens.sites import attention_input as attention_input
     from tangent_lens.sites import embedding as embedding
@@ -44,26 +64,56 @@ if TYPE_CHECKING:
     from tangent_lens.sites import resid_pre as resid_pre
     from tangent_lens.sites import value as value
     from tangent_lens.subspaces.controls import random_normals as random_normals
+    from tangent_lens.subspaces.factorizations import fit_dictionary as fit_dictionary
+    from tangent_lens.subspaces.factorizations import fit_ica as fit_ica
+    from tangent_lens.subspaces.factorizations import fit_kmeans as fit_kmeans
+    from tangent_lens.subspaces.factorizations import fit_nmf as fit_nmf
     from tangent_lens.subspaces.fits import fit_pca as fit_pca
+    from tangent_lens.subspaces.given import fit_token_directions as fit_token_directions
+    from tangent_lens.subspaces.given import fit_vectors as fit_vectors
+    from tangent_lens.subspaces.given import load_vectors as load_vectors
+    from tangent_lens.subspaces.labelled import fit_class_means as fit_class_means
+    from tangent_lens.subspaces.labelled import fit_contrast as fit_contrast
+    from tangent_lens.subspaces.ranks import rank_by as rank_by
+    from tangent_lens.subspaces.semi_nmf import fit_semi_nmf as fit_semi_nmf
     from tangent_lens.subspaces.subspace import Subspace as Subspace
 
 _HOMES = {
     "lens": ("Lens",),
+    "measures.ablation": ("Ablation", "AblationReport"),
+    "measures.activation_shape": ("ShapeReport",),
     "measures.attention_report": ("AttentionReport",),
+    "measures.bootstrap": ("Interval", "adjusted_p_values", "bootstrap"),
     "measures.comparison": ("Comparison", "compare"),
+    "measures.cosine": ("mean_cosine", "mean_cosine_of"),
+    "measures.dimension": ("intrinsic_dimension",),
     "measures.energy": ("EnergyTest", "energy_fraction", "energy_test"),
     "measures.isotropy": ("IsotropyTest", "iso_score", "iso_score_without", "isotropy_test"),
+    "measures.overlaps": (
+        "Overlaps", "Stability", "compare_subspaces", "projection_distance", "stability_over_halves",
+        "stability_over_seeds",
+    ),
+    "measures.partition": ("partition_isotropy",),
     "measures.report": ("Report",),
-    "measures.spectrum": ("Spectrum", "effective_rank", "participation_ratio", "spectrum_of"),
+    "measures.spectrum": (
+        "Spectrum", "effective_rank", "participation_ratio", "power_law", "rank_me", "spectrum_of", "stable_rank",
+    ),
     "recording.corpus": ("Corpus", "reference_prose"),
     "recording.losses": ("causal_loss_sum",),
     "recording.masking": ("MaskedLoss",),
     "recording.moments": ("Moments", "SecondMoments"),
+    "recording.row_sample": ("RowSample",),
     "sites": (
-        "Site", "attention_input", "embedding", "key", "mlp_input", "query", "resid_mid", "resid_post", "resid_pre", "value",
+        "Site", "attention_input", "embedding", "key", "mlp_input", "query", "resid_mid", "resid_post", "resid_pre",
+        "value",
     ),
     "subspaces.controls": ("random_normals",),
+    "subspaces.factorizations": ("fit_dictionary", "fit_ica", "fit_kmeans", "fit_nmf"),
     "subspaces.fits": ("fit_pca",),
+    "subspaces.given": ("fit_token_directions", "fit_vectors", "load_vectors"),
+    "subspaces.labelled": ("fit_class_means", "fit_contrast"),
+    "subspaces.ranks": ("rank_by",),
+    "subspaces.semi_nmf": ("fit_semi_nmf",),
     "subspaces.subspace": ("Subspace",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

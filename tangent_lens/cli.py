@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
-import os
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +22,7 @@ from tangent_lens.cli_options import (
     DatasetName,
     Device,
     Dtype,
+    Fit,
     Heads,
     Lines,
     ModelName,
@@ -49,14 +45,21 @@ from tangent_lens.cli_options import (
     texts_of,
     whole_numbers,
 )
+from tangent_lens.cli_running import (
+    load_lens,
+    load_report,
+    masked_loss,
+    print_report,
+    quiet_libraries,
+    save_report,
+    teaching_errors,
+)
+from tangent_lens.cli_subspaces import ablate, overlaps, shape
 from tangent_lens.reports.console import show as print_result
 from tangent_lens.reports.console import terminal_progress
 
 if TYPE_CHECKING:
     from tangent_lens.lens import Lens
-    from tangent_lens.measures.attention_report import AttentionReport
-    from tangent_lens.measures.report import Report
-    from tangent_lens.recording.masking import MaskedLoss
 
 # Enough for stable energies at d_model 576, and a few minutes on two cores.
 DEMO_SEQUENCES = 64
@@ -83,6 +86,7 @@ def measure(
         str, typer.Option(help="Where residual gradients are measured, for example resid_post.0:4,embedding.")
     ] = "resid_post.*",
     rank: Rank = "16",
+    fit: Fit = "pca",
     gradients: Annotated[str, typer.Option(help="residual, weight, or both with a comma.")] = "residual,weight",
     controls: Controls = 20,
     seed: Seed = 0,
@@ -103,6 +107,9 @@ def measure(
         typer.Option(help="Fit weight proxies on the maps' own input, or on the residual stream: input or residual."),
     ] = "input",
     shrinkage: Annotated[float, typer.Option(help="Shrink covariances towards the identity in IsoScore*.")] = 0.0,
+    bootstrap: Annotated[
+        int, typer.Option(help="Resampled corpora behind an interval of every lift, for example 2000; 0 for none.")
+    ] = 0,
     batch_size: BatchSize = 8,
     backend: Backend = "huggingface",
     revision: Revision = None,
@@ -115,16 +122,18 @@ def measure(
 
     Without --text or --dataset it reads the reference manual that every Python carries.
     """
-    with _teaching_errors():
+    with teaching_errors():
         check_out(out, "report")
         texts, name = texts_of(text or [], lines, dataset, column, split)
-        lens = _load(model, backend, revision, dtype, device)
+        lens = load_lens(model, backend, revision, dtype, device)
         report = lens.measure(
             texts,
             sites,
             rank=rank_of(rank),
+            fit=fit,
+            bootstrap=bootstrap,
             gradients=tuple(one.strip() for one in gradients.split(",") if one.strip()),
-            loss=_masked_loss(mask_share, mask_style, seed),
+            loss=masked_loss(mask_share, mask_style, seed),
             controls=controls,
             seed=seed,
             max_sequences=sequences or None,
@@ -138,8 +147,8 @@ def measure(
             batch_size=batch_size,
             name=name,
         )
-        _save(report, out)
-        _print(report, maps)
+        save_report(report, out)
+        print_report(report, maps)
 
 
 @app.command()
@@ -182,11 +191,11 @@ def attention(
 
     Without --text or --dataset it reads the reference manual that every Python carries.
     """
-    with _teaching_errors():
+    with teaching_errors():
         check_out(out, "attention report")
         edges = whole_numbers(distance, "--distance")
         texts, name = texts_of(text or [], lines, dataset, column, split)
-        lens = _load(model, backend, revision, dtype, device)
+        lens = load_lens(model, backend, revision, dtype, device)
         report = lens.attention(
             texts,
             [site.layer for site in lens.resolve(layer_names(layers)) if site.layer is not None],
@@ -206,8 +215,8 @@ def attention(
             batch_size=batch_size,
             name=name,
         )
-        _save(report, out)
-        _print(report, heads)
+        save_report(report, out)
+        print_report(report, heads)
 
 
 @app.command()
@@ -218,9 +227,9 @@ def show(
     plot: Annotated[Path | None, typer.Option(help="Also draw the plot into this file (png, pdf, svg).")] = None,
 ) -> None:
     """Print a saved report."""
-    with _teaching_errors():
-        report = _load_report(folder, maps, heads)
-        _print(report, maps or heads)
+    with teaching_errors():
+        report = load_report(folder, maps, heads)
+        print_report(report, maps or heads)
         if plot is not None:
             report.plot().savefig(plot, dpi=150)
             Console(stderr=True).print(f"plot drawn into {plot}")
@@ -234,7 +243,7 @@ def compare(
     ] = None,
 ) -> None:
     """Print saved reports side by side, with warnings where they are not of one kind."""
-    with _teaching_errors():
+    with teaching_errors():
         from tangent_lens.measures.comparison import compare as side_by_side
         from tangent_lens.measures.report import Report
 
@@ -244,8 +253,8 @@ def compare(
 @app.command()
 def sites(model: ModelName, backend: Backend = "huggingface", revision: Revision = None) -> None:
     """List the sites and linear maps of a model, with the host library's own names."""
-    with _teaching_errors():
-        lens = _load(model, backend, revision, "float32", "cpu")
+    with teaching_errors():
+        lens = load_lens(model, backend, revision, "float32", "cpu")
         print_result(_sites_table(lens))
         for kind, reason in lens.model.absent.items():
             Console().print(f"no {kind}: {reason}")
@@ -262,14 +271,19 @@ def demo(
 
     Where the packaged model cannot be fetched, a small GPT-NeoX is trained on the same text for about a minute.
     """
-    with _teaching_errors():
+    with teaching_errors():
         from tangent_lens.recording.corpus import reference_prose
 
         check_out(out, "report")
         lens = _demo_lens()
         report = lens.measure(reference_prose(), rank=DEMO_RANK, max_sequences=sequences, pack=True, name=PROSE)
-        _save(report, out)
-        _print(report, single=False)
+        save_report(report, out)
+        print_report(report, single=False)
+
+
+app.command()(ablate)
+app.command()(overlaps)
+app.command()(shape)
 
 
 @app.callback(invoke_without_command=True)
@@ -283,18 +297,12 @@ def _options(
 
 def main() -> None:
     """Entry point of ``tangent-lens``."""
-    _quiet_libraries()
+    quiet_libraries()
     for stream in (sys.stdout, sys.stderr):
         # A terminal or a file that knows no Δ must not cost the result.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     app()
-
-
-def _load(name: str, backend: str, revision: str | None, dtype: str, device: str) -> Lens:
-    from tangent_lens.lens import Lens
-
-    return Lens.from_pretrained(name, backend=backend, revision=revision, dtype=dtype, device=device)
 
 
 def _demo_lens() -> Lens:
@@ -315,50 +323,6 @@ def _demo_lens() -> Lens:
         return Lens(model, tokenizer)
 
 
-def _masked_loss(share: float | None, style: str | None, seed: int) -> MaskedLoss | None:
-    """The masked-token loss that the options ask for; None where neither was given, and the model decides."""
-    if share is None and style is None:
-        return None
-    from tangent_lens.recording.masking import MaskedLoss
-
-    asked = {"share": share, "style": style}
-    return MaskedLoss(seed=seed, **{name: value for name, value in asked.items() if value is not None})  # pyright: ignore[reportArgumentType]
-
-
-def _load_report(folder: Path, maps: bool, heads: bool) -> Report | AttentionReport:
-    """A report of either kind, refused where an option is about the other."""
-    from tangent_lens.measures.attention_report import AttentionReport
-    from tangent_lens.measures.report import Report
-    from tangent_lens.reports.files import ATTENTION_REPORT, kind_of_report
-
-    if kind_of_report(folder) != ATTENTION_REPORT:
-        if heads:
-            raise ValueError(f"--heads is about reports of attention scores, and {folder} holds none")
-        return Report.load(folder)
-    if maps:
-        raise ValueError(
-            f"--maps is about reports of gradients, and {folder} holds one of attention scores; use --heads"
-        )
-    return AttentionReport.load(folder)
-
-
-def _print(report: Report | AttentionReport, single: bool) -> None:
-    """A report and, if asked for, one row a linear map or head."""
-    print_result(report)
-    if single:
-        from tangent_lens.measures.report import Report
-
-        print_result(report.maps() if isinstance(report, Report) else report.by_head())
-
-
-def _save(report: Report | AttentionReport, out: Path | None) -> None:
-    if out is not None:
-        report.save(out)
-        Console(stderr=True).print(
-            f"saved in {escape(str(out))}; show it again with: tangent-lens show {escape(str(out))}", soft_wrap=True
-        )
-
-
 def _sites_table(lens: Lens) -> Table:
     table = Table(title=repr(lens), title_justify="left")
     for heading in ("site", "layers", "width", "host library's name, at layer 0", "read by"):
@@ -371,29 +335,3 @@ def _sites_table(lens: Lens) -> Table:
         point = lens.model.tap_point(of_kind[0])
         table.add_row(kind, layers, str(lens.width(of_kind[0])), f"{point.name} ({point.side})", ", ".join(readers))
     return table
-
-
-@contextmanager
-def _teaching_errors() -> Iterator[None]:
-    """Errors that are sentences are printed as such, and end with exit code 1; anything else is a bug and shows itself."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as problem:
-        if os.environ.get("TANGENT_LENS_TRACEBACK"):
-            raise
-        sentence = f"[bold red]error[/bold red] {escape(str(problem))}"
-        Console(stderr=True).print(sentence, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped")
-        raise typer.Exit(130) from None
-
-
-def _quiet_libraries() -> None:
-    """Keep other libraries' chatter off the screen; their errors still come through."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")

@@ -24,10 +24,18 @@ Lines = Annotated[bool, typer.Option("--lines", help="Every line of a --text fil
 DatasetName = Annotated[str | None, typer.Option("--dataset", help="Hub id or local folder of a HuggingFace dataset.")]
 TextColumn = Annotated[str, typer.Option("--column", help="Column of the dataset that holds the text.")]
 Split = Annotated[str, typer.Option(help="Split of the dataset.")]
-Rank = Annotated[str, typer.Option(help="Dimensions of the tangent proxy, or a variance share such as 0.9.")]
+Rank = Annotated[
+    str,
+    typer.Option(
+        help="Dimensions of the tangent proxy, a variance share such as 0.9, or a rule: effective_rank, "
+        "participation_ratio, marchenko_pastur, gavish_donoho, parallel_analysis."
+    ),
+]
+Fit = Annotated[str, typer.Option(help="How subspaces are fitted: pca, semi_nmf, nmf, ica, kmeans or dictionary.")]
 Controls = Annotated[int, typer.Option(help="Random normal subspaces to compare with.")]
 ControlRows = Annotated[
-    int, typer.Option(help="About how many query rows the random normals are measured on; 0 for all, which takes longer.")
+    int,
+    typer.Option(help="About how many query rows the random normals are measured on; 0 for all, which takes longer."),
 ]
 Seed = Annotated[int, typer.Option(help="Of the fit/test split and of the controls.")]
 Sequences = Annotated[int, typer.Option(help="At most this many sequences; half fit the proxies. 0 for all.")]
@@ -83,14 +91,15 @@ def _dataset_texts(name: str, column: str, split: str) -> Iterator[str]:
         yield row[column]
 
 
-def rank_of(text: str) -> int | float:
+def rank_of(text: str) -> int | float | str:
+    """A whole number, a share, or the name of a rule."""
+    from tangent_lens.subspaces.ranks import check_rank
+
     try:
-        rank = float(text) if "." in text else int(text)
+        number: int | float | str = float(text) if "." in text else int(text)
     except ValueError:
-        rank = 0.0
-    if isinstance(rank, float) and not 0 < rank < 1:
-        raise ValueError(f"rank {text!r} must be a whole number, or a variance share such as 0.9")
-    return rank
+        number = text
+    return check_rank(number)
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from tangent_lens.measures.energy import BackwardSignals, energy_test
+from tangent_lens.measures.energy import BackwardSignals, energy_fraction, energy_test
 from tangent_lens.measures.isotropy import iso_score, isotropy_test
 from tangent_lens.measures.report import Measurement, Settings, Space
 from tangent_lens.measures.spectrum import spectrum_of
@@ -21,6 +21,8 @@ from tangent_lens.recording.receivers import WeightGradient
 from tangent_lens.sites import Site
 from tangent_lens.subspaces.controls import random_normals
 from tangent_lens.subspaces.fits import fit_pca
+from tangent_lens.subspaces.methods import fit, needs_rows
+from tangent_lens.subspaces.ranks import known_rank
 from tangent_lens.subspaces.subspace import Subspace
 
 # From this share on, "most of the variance" sits in one position or one dimension.
@@ -43,7 +45,7 @@ def summarise_space(site: Site, record: ActivationRecord, tangent: Subspace) -> 
         site=site.name,
         layer=site.layer,
         rank=tangent.rank,
-        variance_share=float(tangent.origin["variance_share"]),
+        variance_share=energy_fraction(covariance, tangent.basis),
         iso_score=iso_score(covariance),
         spectrum=spectrum_of(covariance),
         top_position=top,
@@ -67,16 +69,32 @@ def fit_proxies(records: Mapping[Site, ActivationRecord], settings: Settings) ->
     Raises:
         ValueError: a rank that a site does not allow.
     """
-    return {site: fit_proxy(record, settings.rank, settings.center) for site, record in records.items()}
+    return {site: _fitted(record, settings) for site, record in records.items()}
 
 
-def fit_proxy(record: ActivationRecord, rank: int | float, center: bool) -> Subspace:
-    """The tangent proxy of one recorded site.
+def _fitted(record: ActivationRecord, settings: Settings) -> Subspace:
+    if not needs_rows(settings.fit):
+        return fit_pca(record.moments, settings.rank, center=settings.center)
+    assert record.sample is not None
+    # A share or a rule speaks of the variances; the method then fits as many directions as PCA would take.
+    rank = known_rank(settings.rank) or fit_pca(record.moments, settings.rank, center=settings.center).rank
+    return fit(settings.fit, record.sample, rank, seed=settings.seed)
+
+
+def given_proxies(sites: Sequence[Site], subspaces: Mapping[str, Subspace]) -> dict[Site, Subspace]:
+    """Subspaces that somebody chose, by the site that each belongs to.
 
     Raises:
-        ValueError: a rank that the site does not allow.
+        ValueError: a site without one, or one of another site.
     """
-    return fit_pca(record.moments, rank, center=center)
+    names = [site.name for site in sites]
+    missing, unknown = [name for name in names if name not in subspaces], sorted(set(subspaces) - set(names))
+    if missing or unknown:
+        said = f"no subspace was given for {', '.join(missing)}" if missing else f"{', '.join(unknown)} is not measured"
+        raise ValueError(
+            f"{said}; this measurement needs one for each of {', '.join(names)} (gradients='residual' needs the sites alone)"
+        )
+    return {site: subspaces[site.name] for site in sites}
 
 
 def measure_gradients(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
-from tangent_lens.measures.analysis import concentration_warnings, fit_proxy, summarise_space
+from tangent_lens.measures.analysis import concentration_warnings, summarise_space
 from tangent_lens.measures.attention_report import AttentionReport, AttentionSettings
 from tangent_lens.measures.attention_rows import ChosenRows
 from tangent_lens.measures.attention_run import frequency_buckets, record_attention
@@ -17,7 +17,8 @@ from tangent_lens.recording.corpus import Corpus
 from tangent_lens.recording.passes import record_activations
 from tangent_lens.sites import Site, resid_pre, resolve
 from tangent_lens.subspaces.controls import check_normal_controls_fit
-from tangent_lens.subspaces.fits import check_rank
+from tangent_lens.subspaces.fits import fit_pca
+from tangent_lens.subspaces.ranks import known_rank
 
 
 def measure_attention(
@@ -42,8 +43,9 @@ def measure_attention(
     _check_settings(settings)
     reader = attention_reader(model)
     sites = resolve(resid_pre(*(layers or ())), model.sites, model.absent)
-    if check_rank(settings.rank) >= 1:
-        check_normal_controls_fit(int(settings.rank), width_of(model.description, sites[0]) or 0)
+    rank = known_rank(settings.rank)
+    if rank is not None:
+        check_normal_controls_fit(rank, width_of(model.description, sites[0]) or 0)
     fit, test = corpus.split(settings.fit_fraction, settings.seed)
     batching = {
         "padding_side": settings.padding_side,
@@ -54,7 +56,9 @@ def measure_attention(
     activations = record_activations(
         model, fit.batches(settings.batch_size, **batching), sites, progress=progress, tokens=fit.tokens
     )
-    proxies = {site: fit_proxy(record, settings.rank, settings.center) for site, record in activations.items()}
+    proxies = {
+        site: fit_pca(record.moments, settings.rank, center=settings.center) for site, record in activations.items()
+    }
     buckets, labels = None, ()
     if settings.frequency_buckets:
         buckets, labels = frequency_buckets(corpus.sequences, model.description.vocabulary, settings.frequency_buckets)

@@ -29,7 +29,7 @@ class AttentionSettings:
         scaling: whether pairs were binned by the radius of their rows.
     """
 
-    rank: int | float = 16
+    rank: int | float | str = 16
     controls: int = 20
     control_rows: int | None = 256
     seed: int = 0

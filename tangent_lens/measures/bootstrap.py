@@ -40,6 +40,21 @@ class Interval:
     sequences: int
 
 
+@dataclass(frozen=True)
+class Uncertainty:
+    """Bootstrap intervals over the test sequences, the subspaces held as they were fitted.
+
+    Attributes:
+        energy_interval, lift_interval: of E(Q) and R.
+        delta_iso_interval: of the change of IsoScore*, for residual gradients without shrinkage; that of a weight gradient is
+            of the fourth order in the sequences' weights, and is left out.
+    """
+
+    energy_interval: Interval
+    lift_interval: Interval
+    delta_iso_interval: Interval | None = None
+
+
 def bootstrap(
     statistic: Statistic, sequences: int, *, replicates: int = 2000, level: float = 0.95, seed: int = 0
 ) -> Interval:

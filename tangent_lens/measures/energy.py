@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tangent_lens.measures.matrices import CANCELLATION, checked_symmetric, without
+from tangent_lens.measures.matrices import CANCELLATION, checked_symmetric, times_frames, without
 from tangent_lens.recording.moments import Moments, ProjectedSums, SecondMoments
 from tangent_lens.showing import Shown
 from tangent_lens.storage import as_float64
-from tangent_lens.subspaces.controls import check_normal_controls_fit, normal_frames
+from tangent_lens.subspaces.controls import check_normal_controls_fit, normal_frame_batches
 from tangent_lens.subspaces.subspace import Subspace, check_orthonormal
+
+# In fewer, the bounds of the energy shape its law more than its first three moments do.
+_FEWEST_DIMENSIONS = 6
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,6 +33,8 @@ class EnergyTest(Shown):
         expected_random, expected_random_sd: exact mean and standard deviation of E over Haar-random normals.
         random: E of each sampled random normal.
         p_value: (1 + #{random >= energy}) / (m + 1).
+        exact_p_value: P(E of a random normal >= energy) from the exact moments, see :func:`random_normal_p_value`;
+            None where they give none, and in reports of before it was measured.
         trailing, following: E of the least-variance and of the next principal directions; None if the fit
             could not determine them.
         oracle: E of the k leading eigenvectors of the gradient's own second moment: no subspace of rank k has more.
@@ -51,6 +57,7 @@ class EnergyTest(Shown):
     alignment: float
     shuffled: float | None = None
     signal_lift: float | None = None
+    exact_p_value: float | None = None
 
     @property
     def random_mean(self) -> float:
@@ -143,6 +150,69 @@ def random_normal_moments(second_moment: Float[Tensor, "d d"], basis: Float[Tens
     return k * trace / n, math.sqrt(max(variance, 0.0))
 
 
+def random_normal_skewness(second_moment: Float[Tensor, "d d"], basis: Float[Tensor, "d k"]) -> float | None:
+    """Exact skewness of E(Q_N) over Haar-random k-frames Q_N of the complement of Q; costs one d x d product.
+
+    With n = d - k and B_0 the complement's part of M / tr(M) without its mean, the third central moment is
+    8 k (n-k) (n-2k) tr(B_0^3) / (n (n-1) (n-2) (n+2) (n+4)), and the variance 2 k (n-k) tr(B_0^2) / (n (n-1) (n+2)).
+
+    Returns:
+        The skewness; None where every normal has the same energy up to rounding.
+
+    Source: zonal polynomials of degree 3 (James 1964, "Distributions of matrix variates and latent roots").
+    """
+    matrix = _checked(second_moment, basis.shape[0])
+    (d, k), n = basis.shape, basis.shape[0] - basis.shape[1]
+    check_normal_controls_fit(k, d)
+    rest = without(matrix / matrix.diagonal().sum(), basis)
+    outside = torch.eye(d, dtype=torch.float64) - basis @ basis.T
+    spread = rest - rest.diagonal().sum() / n * outside
+    squares = spread.square().sum()
+    if float(squares.sqrt()) <= 1e-12 or n == k:
+        return None
+    if n == 2 * k:
+        return 0.0
+    # One scale, so that no power of a small spread underflows.
+    spread = spread / squares.sqrt()
+    cubes = float(((spread @ spread) * spread).sum())
+    variance = 2 * k * (n - k) / (n * (n - 1) * (n + 2))
+    return 8 * k * (n - k) * (n - 2 * k) * cubes / (n * (n - 1) * (n - 2) * (n + 2) * (n + 4)) / variance**1.5
+
+
+def random_normal_p_value(
+    energy: float, second_moment: Float[Tensor, "d d"], basis: Float[Tensor, "d k"]
+) -> float | None:
+    """One-sided p of an energy under the Haar-random normals: P(E(Q_N) >= energy), without sampling.
+
+    The moments are exact; the law between them is Pearson's type III (a shifted gamma) of the exact mean, variance and
+    skewness, and the normal law where the skewness is negative. Against 20,000 samples of 10 kinds of spectra in 6 to 200
+    dimensions, ranks 1 to 25: the share of normals at p <= .05 is at most 1.3 times that, at p <= .01 at most 1.2 times,
+    at p <= .002 at most 1.5 times; where the spectrum is skewed to the left, p is too large (conservative). (A
+    Beta law of the same mean and variance is wrong by up to 4.6 times at .002.) Below about 1e-3, p is extrapolated.
+
+    Returns:
+        p, never below 2.2e-308, where float64 ends; None where the complement has fewer than 6 dimensions (there the law
+        does not fit), or where every normal has the same energy up to rounding.
+    """
+    d, k = basis.shape
+    skewness = random_normal_skewness(second_moment, basis)
+    if skewness is None or d - k < _FEWEST_DIMENSIONS:
+        return None
+    mean, sd = random_normal_moments(second_moment, basis)
+    return max(_upper_tail((energy - mean) / sd, max(skewness, 0.0)), sys.float_info.min)
+
+
+def _upper_tail(z: float, skewness: float) -> float:
+    """P(Z >= z) of the Pearson type III (shifted gamma) law of mean 0, variance 1 and this skewness >= 0."""
+    from scipy.special import gammaincc, ndtr
+
+    # Nearer to none, the gamma law's own shape is too large for float64 and the two laws are one.
+    if skewness < 1e-6:
+        return float(ndtr(-z))
+    shape = 4 / skewness**2
+    return float(gammaincc(shape, max(shape + 2 * z / skewness, 0.0)))
+
+
 def shuffled_energy(signals: BackwardSignals | Sequence[BackwardSignals], basis: Float[Tensor, "d k"]) -> float:
     """Expected energy along Q when the backward signals are permuted uniformly over the rows (closed form).
 
@@ -176,7 +246,8 @@ def energy_test(
         gradient: moments of gradient rows (of a :class:`Moments`, its gradients are taken), or of the rows of a
             weight gradient.
         tangent: the subspace; its rivals, where it knows them, become controls too.
-        controls: how many random normals to draw, or frames already drawn by :func:`random_normals`.
+        controls: how many random normals to draw (a batch at a time, in bounded memory), or frames already drawn by
+            :func:`random_normals`.
         seed: of the random normals.
         signals: for weight gradients, what the shuffled control needs.
 
@@ -187,9 +258,9 @@ def energy_test(
     if stream.count == 0:
         raise ValueError(f"{stream.name}: no gradient was gathered; attach with gradients=True and run a backward pass")
     matrix = _checked(stream.second_moment(), tangent.d, stream.name)
-    frames = normal_frames(tangent, controls, seed)
+    batches = normal_frame_batches(tangent, controls, seed)
     energy = float(_energies(matrix, tangent.basis[None])[0])
-    random = tuple(_energies(matrix, frames).tolist())
+    random = tuple(torch.cat([_energies(matrix, frames) for frames in batches]).tolist())
     mean, sd = random_normal_moments(matrix, tangent.basis)
     rivals = {name: float(_energies(matrix, directions[None])[0]) for name, directions in tangent.rivals.items()}
     oracle = _leading_share(matrix, tangent.rank)
@@ -209,6 +280,7 @@ def energy_test(
         alignment=energy / oracle,
         shuffled=shuffled,
         signal_lift=None if shuffled is None else _ratio(energy, shuffled),
+        exact_p_value=random_normal_p_value(energy, matrix, tangent.basis),
     )
 
 
@@ -218,7 +290,7 @@ def monte_carlo_p(observed: float, controls: Sequence[float], tie: float = 1e-12
 
 
 def _energies(matrix: Tensor, frames: Float[Tensor, "m d k"]) -> Float[Tensor, " m"]:
-    inside = (frames * (matrix @ frames)).sum(dim=(1, 2))
+    inside = (frames * times_frames(matrix, frames)).sum(dim=(1, 2))
     return (inside / matrix.diagonal().sum()).clamp(0, 1)
 
 

@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tangent_lens.measures.energy import monte_carlo_p
-from tangent_lens.measures.matrices import CANCELLATION, checked_symmetric, without
+from tangent_lens.measures.matrices import CANCELLATION, checked_symmetric, times_frames, without
 from tangent_lens.showing import Shown
 from tangent_lens.storage import as_float64
-from tangent_lens.subspaces.controls import normal_frames
+from tangent_lens.subspaces.controls import normal_frame_batches
 from tangent_lens.subspaces.subspace import Subspace
 
 
@@ -98,7 +98,7 @@ def iso_score_without(
     if left < 2:
         raise ValueError(f"removing {k} of {d} dimensions leaves {left}; isotropy needs at least 2")
     total, whole = _trace_and_square(matrix)
-    through = matrix @ frames
+    through = times_frames(matrix, frames)
     inside = frames.transpose(1, 2) @ through
     traces = total - inside.diagonal(dim1=1, dim2=2).sum(dim=1)
     squares = whole - 2 * through.square().sum(dim=(1, 2)) + inside.square().sum(dim=(1, 2))
@@ -128,16 +128,17 @@ def isotropy_test(
 
     Args:
         covariance: of gradient rows, of the rows of a weight gradient, or of activations.
-        controls: how many random normals to draw, or frames already drawn.
+        controls: how many random normals to draw (a batch at a time, in bounded memory), or frames already drawn.
 
     Raises:
         ValueError: as :func:`iso_score_without`, or 2k > d.
     """
-    frames = normal_frames(tangent, controls, seed)
+    batches = normal_frame_batches(tangent, controls, seed)
     options = {"shrinkage": shrinkage, "dimension": dimension}
     score = iso_score(covariance, shrinkage=shrinkage)
     delta = float(iso_score_without(covariance, tangent.basis[None], **options)[0]) - score
-    random = tuple((iso_score_without(covariance, frames, **options) - score).tolist())
+    after = torch.cat([iso_score_without(covariance, frames, **options) for frames in batches])
+    random = tuple((after - score).tolist())
     trailing = tangent.rivals.get("trailing")
     return IsotropyTest(
         score=score,

@@ -11,7 +11,8 @@ from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, LinearMap, Mo
 from tangent_lens.models.quantisation import EIGHT_BIT
 from tangent_lens.sites import Site
 from tangent_lens.subspaces.controls import check_normal_controls_fit
-from tangent_lens.subspaces.fits import check_rank
+from tangent_lens.subspaces.methods import check_method, needs_rows
+from tangent_lens.subspaces.ranks import known_rank
 from tangent_lens.subspaces.subspace import Subspace
 
 
@@ -60,10 +61,11 @@ def plan_measurement(model: Model, sites: Sequence[Site], settings: Settings) ->
         )
     fit_site_of = {one.reads: _fit_site(model, one.reads, settings.fit_site) for one in maps}
     plan = Plan(tuple(sites) if "residual" in settings.gradients else (), maps, fit_site_of, warnings)
-    if check_rank(settings.rank) >= 1:
+    rank = known_rank(settings.rank)
+    if rank is not None:
         widths = [width_of(model.description, site) for site in plan.fit_sites]
         for width in filter(None, widths):
-            check_normal_controls_fit(int(settings.rank), width)
+            check_normal_controls_fit(rank, width)
     return plan
 
 
@@ -76,8 +78,8 @@ def check_proxies(proxies: Mapping[Site, Subspace]) -> None:
     for site, proxy in proxies.items():
         if 2 * proxy.rank > proxy.d:
             raise ValueError(
-                f"{site}: the share asked for needs rank {proxy.rank}, and a normal control needs 2*rank <= d = {proxy.d}; "
-                "ask for a smaller share, or a rank"
+                f"{site}: what was asked for is of rank {proxy.rank}, and a normal control needs 2*rank <= d = {proxy.d}; "
+                "ask for a smaller share, or a whole number"
             )
 
 
@@ -87,12 +89,19 @@ def _check_settings(settings: Settings) -> None:
         raise ValueError(f"gradients {settings.gradients} must name 'residual', 'weight' or both")
     if settings.fit_site not in ("input", "residual"):
         raise ValueError(f"fit_site {settings.fit_site!r} must be 'input' (after the norm) or 'residual' (before it)")
-    for name in ("controls", "seed", "batch_size"):
+    check_method(settings.fit)
+    if not settings.center and needs_rows(settings.fit):
+        raise ValueError(f"center=False is of PCA; {settings.fit} says itself whether it centres")
+    for name in ("controls", "seed", "batch_size", "bootstrap", "fit_rows"):
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
             raise ValueError(f"{name} {value!r} must be a whole number, 0 or more")
     if settings.controls < 1:
         raise ValueError(f"{settings.controls} controls give no comparison; use 1 or more")
+    if settings.bootstrap and settings.bootstrap < 100:
+        raise ValueError(
+            f"bootstrap {settings.bootstrap} resampled corpora give no interval; use 100 or more, or 0 for none"
+        )
     if not 0 <= settings.shrinkage <= 1:
         raise ValueError(f"shrinkage {settings.shrinkage} must lie between 0 (none) and 1")
 

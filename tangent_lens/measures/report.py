@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tangent_lens.measures.bootstrap import Uncertainty
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.spectrum import Spectrum
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 class Settings:
     """How a run was made; every choice that can change a number.
 
-    ``sequence_length=None`` means 128 for texts, and token ids as they are.
+    ``fit`` names the method of the subspaces; all but PCA work on a sample of at most ``fit_rows`` rows a site. ``rank`` may
+    be a rule by name. ``bootstrap`` is the number of resampled corpora, 0 for none. ``sequence_length=None`` means 128 for
+    texts, and token ids as they are.
     """
 
-    rank: int | float = 16
+    rank: int | float | str = 16
     controls: int = 20
     seed: int = 0
     gradients: tuple[str, ...] = ("residual", "weight")
@@ -37,6 +40,9 @@ class Settings:
     fit_site: str = "input"
     center: bool = True
     shrinkage: float = 0.0
+    fit: str = "pca"
+    fit_rows: int = 20_000
+    bootstrap: int = 0
     fit_fraction: float = 0.5
     sequence_length: int | None = None
     pack: bool = False
@@ -114,6 +120,9 @@ class Measurement(Shown):
             together (``attention.3``: query, key and value; ``mlp.3``: MLP in and gate).
         site: where the gradient lives; ``fit_site``: where the proxy was fitted.
         pooled: whether several maps were taken together.
+        energy_q_value, isotropy_q_value: the p-values of both tests (of the energy the exact null's, where there is one),
+            corrected over all layers of this kind in the run (Benjamini and Hochberg).
+        uncertainty: bootstrap intervals; None where none were asked for.
     """
 
     gradient: str
@@ -125,6 +134,9 @@ class Measurement(Shown):
     pooled: bool
     energy: EnergyTest
     isotropy: IsotropyTest
+    energy_q_value: float | None = None
+    isotropy_q_value: float | None = None
+    uncertainty: Uncertainty | None = None
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -240,6 +252,8 @@ def flat_row(measurement: Measurement) -> dict[str, Any]:
         "lift": energy.lift,
         "signal_lift": energy.signal_lift,
         "p_value": energy.p_value,
+        "exact_p_value": energy.exact_p_value,
+        "q_value": measurement.energy_q_value,
         "expected_random": energy.expected_random,
         "expected_random_sd": energy.expected_random_sd,
         "random_mean": energy.random_mean,
@@ -256,4 +270,17 @@ def flat_row(measurement: Measurement) -> dict[str, Any]:
         "delta_iso_random": isotropy.random_mean,
         "delta_iso_trailing": isotropy.trailing,
         "delta_iso_p_value": isotropy.p_value,
+        "delta_iso_q_value": measurement.isotropy_q_value,
+        **_interval_columns(measurement.uncertainty),
+    }
+
+
+def _interval_columns(uncertainty: Uncertainty | None) -> dict[str, float]:
+    """Both ends of the BCa intervals that there are."""
+    named = {} if uncertainty is None else {one.name: getattr(uncertainty, one.name) for one in fields(uncertainty)}
+    return {
+        f"{name.removesuffix('_interval')}_{end}": getattr(interval, f"bca_{end}")
+        for name, interval in named.items()
+        if interval is not None
+        for end in ("low", "high")
     }

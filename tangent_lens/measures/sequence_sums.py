@@ -91,7 +91,7 @@ class ScatterForm:
         sums = torch.zeros(count, rows.shape[1], dtype=rows.dtype).index_add_(0, sequences, rows)
         squares = _by_sequence(rows.square().sum(dim=1), sequences, count)
         numbers = torch.bincount(sequences, minlength=count).double()
-        gram = _squared_products(rows, sequences)
+        gram = _squared_products(rows, _members(sequences, rows))
         met = rows @ sums.T
         return cls(rows.shape[1], *(part.numpy() for part in (numbers, squares, gram, sums @ sums.T, met, sequences)))
 
@@ -137,14 +137,13 @@ class WeightsBySequence:
         <G_s, G_t> is the sum over rows i of s and j of t of (u_i . u_j) (delta_i . delta_j).
         """
         inputs, signals = (side if side.dtype == torch.float64 else side.float() for side in (inputs, signals))
-        along = inputs @ basis.to(inputs)
-        count = int(sequences.max()) + 1
-        inside, whole = (torch.zeros(count, count, dtype=torch.float64) for _ in range(2))
+        along, members = inputs @ basis.to(inputs), _members(sequences, inputs)
+        inside, whole = (torch.zeros(members.shape[1], members.shape[1], dtype=torch.float64) for _ in range(2))
         for start in range(0, len(inputs), ROWS_AT_ONCE):
             some = slice(start, start + ROWS_AT_ONCE)
             met = signals[some] @ signals.T
             for total, side in ((inside, along), (whole, inputs)):
-                _add_blocks(total, met * (side[some] @ side.T), sequences[some], sequences)
+                total += _blocks(met * (side[some] @ side.T), members[some], members)
         return cls(inside.numpy(), whole.numpy())
 
     def __add__(self, other: WeightsBySequence) -> WeightsBySequence:
@@ -164,20 +163,23 @@ class WeightsBySequence:
         return np.clip(inside / whole, 0, 1)
 
 
-def _squared_products(rows: Float[Tensor, "n d"], sequences: Int[Tensor, " n"]) -> Float[Tensor, "s s"]:
+def _squared_products(rows: Float[Tensor, "n d"], members: Float[Tensor, "n s"]) -> Float[Tensor, "s s"]:
     """|X_s X_t^T|_F^2 of every two sequences."""
-    count = int(sequences.max()) + 1
-    total = torch.zeros(count, count, dtype=torch.float64)
+    total = torch.zeros(members.shape[1], members.shape[1], dtype=torch.float64)
     for start in range(0, len(rows), ROWS_AT_ONCE):
         some = slice(start, start + ROWS_AT_ONCE)
-        _add_blocks(total, (rows[some] @ rows.T).square_(), sequences[some], sequences)
+        total += _blocks((rows[some] @ rows.T).square_(), members[some], members)
     return total
 
 
-def _add_blocks(total: Tensor, products: Float[Tensor, "some n"], row_of: Tensor, column_of: Tensor) -> None:
-    """Add the entries of every block of two sequences."""
-    by_column = products.new_zeros(len(products), len(total)).index_add_(1, column_of, products)
-    total.index_add_(0, row_of, by_column.double())
+def _members(sequences: Int[Tensor, " n"], like: Tensor) -> Float[Tensor, "n s"]:
+    """1 where a row belongs to a sequence."""
+    return torch.nn.functional.one_hot(sequences).to(like)
+
+
+def _blocks(products: Float[Tensor, "some n"], own: Float[Tensor, "some s"], other: Float[Tensor, "n s"]) -> Tensor:
+    """Sums of the entries of every block of two sequences."""
+    return own.T.double() @ (products @ other).double()
 
 
 def _by_sequence(values: Float[Tensor, " n"], sequences: Int[Tensor, " n"], count: int) -> Float[Tensor, " sequences"]:

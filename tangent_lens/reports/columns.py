@@ -36,7 +36,7 @@ def side_by_side(
 ) -> Table:
     """Tables that share their rows, each under its own title; a group without any content is left out."""
     together = Table.grid(padding=(0, 2))
-    first = _plain_table(" ")
+    first = plain_table(" ")
     first.add_column(key, justify="right", no_wrap=True)
     for label in labels:
         first.add_row(Text(label))
@@ -54,7 +54,7 @@ def side_by_side(
 
 
 def _group_table(title: str, columns: Sequence[Column], cells: Sequence[Any]) -> Table:
-    table = _plain_table(title)
+    table = plain_table(title)
     table.min_width = cell_len(title)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
@@ -65,7 +65,8 @@ def _group_table(title: str, columns: Sequence[Column], cells: Sequence[Any]) ->
     return table
 
 
-def _plain_table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """A table with a line below its head and nothing else."""
     return Table(
         title=Text(title),
         title_style="bold",

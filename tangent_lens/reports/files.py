@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from tangent_lens.measures.attention import AttentionScaling, DominanceByBucket
 from tangent_lens.measures.attention_report import AttentionReport
+from tangent_lens.measures.bootstrap import Interval, Uncertainty
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.report import CorpusDescription, Measurement, Report, Settings, Space
@@ -155,6 +156,10 @@ _PARTS = {
     "by_distance": DominanceByBucket,
     "by_frequency": DominanceByBucket,
     "scaling": AttentionScaling,
+    "uncertainty": Uncertainty,
+    "energy_interval": Interval,
+    "lift_interval": Interval,
+    "delta_iso_interval": Interval,
 }
 _NOT_FINITE = {"Infinity": math.inf, "NaN": math.nan}
 

@@ -36,9 +36,11 @@ def header_lines(model: ModelDescription, versions: Mapping[str, str], further: 
     return lines
 
 
-def rank_line(rank: int | float, found: Iterable[int]) -> str:
-    """The rank asked for and, where it was a share of the variance, the ranks it came to."""
+def rank_line(rank: int | float | str, found: Iterable[int]) -> str:
+    """The rank asked for and, where it was a share of the variance or a rule, the ranks it came to."""
     ranks = sorted(set(found))
+    if isinstance(rank, str):
+        return f"by {rank.replace('_', ' ')} (k = {ranks[0]} to {ranks[-1]})" if ranks else f"by {rank}"
     if rank >= 1 or not ranks:
         return str(rank)
     return f"for {rank:.1%} of the variance (k = {ranks[0]} to {ranks[-1]})"

@@ -12,19 +12,25 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from tangent_lens.measures.ablation import AblationReport
+from tangent_lens.measures.activation_shape import ShapeReport
 from tangent_lens.measures.attention import AttentionDominance
 from tangent_lens.measures.attention_report import AttentionHeads, AttentionReport
 from tangent_lens.measures.comparison import Comparison
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
+from tangent_lens.measures.overlaps import Overlaps, Stability
 from tangent_lens.measures.report import MapsView, Measurement, Report, Space
 from tangent_lens.measures.spectrum import Spectrum
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS
+from tangent_lens.reports.ablation_table import ablation_table
 from tangent_lens.reports.attention_tables import attention_heads_view, attention_layer_view, attention_report_view
 from tangent_lens.reports.columns import SIGNIFICANT, Column, no_star, optional, side_by_side, star
 from tangent_lens.reports.comparison_table import comparison_table
 from tangent_lens.reports.frame import fits, header_lines, rank_line, warning_lines
 from tangent_lens.reports.numbers import number, p_value, percent, signed, small, thousandths
+from tangent_lens.reports.overlap_tables import overlaps_view, stability_view
+from tangent_lens.reports.shape_table import shape_view
 
 # Consoles: below NARROW the p columns give way to a star; from WIDE on there is room for more controls.
 NARROW, WIDE = 96, 150
@@ -73,6 +79,26 @@ def _(one: AttentionDominance) -> Any:
 
 
 @table_of.register
+def _(report: AblationReport) -> Any:
+    return ablation_table(report)
+
+
+@table_of.register
+def _(report: ShapeReport) -> Any:
+    return shape_view(report)
+
+
+@table_of.register
+def _(overlaps: Overlaps) -> Any:
+    return overlaps_view(overlaps)
+
+
+@table_of.register
+def _(stability: Stability) -> Any:
+    return stability_view(stability)
+
+
+@table_of.register
 def _(one: Measurement) -> Any:
     heading = f"{one.name}: {one.gradient} gradient at {one.site}, proxy fitted at {one.fit_site}"
     return Group(Text(heading, style="bold"), table_of(one.energy), table_of(one.isotropy))
@@ -84,6 +110,7 @@ def _(test: EnergyTest) -> Any:
         ("energy", percent(test.energy), f"share of the gradient along the {test.rank} of {test.d} directions"),
         ("lift", number(test.lift), "energy a direction inside, over energy a direction outside"),
         ("p", number(test.p_value), f"of {len(test.random)} random normals that reach this energy"),
+        ("p, exact null", _or_nothing(test.exact_p_value, small), "from the null's exact mean, variance and skewness"),
         ("random normal", f"{percent(test.expected_random)} ± {percent(test.expected_random_sd)}", "exact mean and sd"),
         ("sampled", f"{percent(test.random_mean)} ± {percent(test.random_sd)}", f"{len(test.random)} random normals"),
         ("next", _or_nothing(test.following, percent), "principal directions k+1 to 2k, the hardest rival"),
@@ -114,6 +141,12 @@ def _(spectrum: Spectrum) -> Any:
         ("participation ratio", number(spectrum.participation_ratio), f"tr(C)² / |C|², of {spectrum.d}"),
         ("effective rank", number(spectrum.effective_rank), "entropy of the eigenvalues"),
         ("effective rank", number(spectrum.effective_rank_singular), "entropy of the singular values (as RankMe)"),
+        ("stable rank", _or_nothing(spectrum.stable_rank, number), "trace over the largest eigenvalue"),
+        (
+            "power law α",
+            _or_nothing(spectrum.alpha, number),
+            f"over eigenvalues {spectrum.alpha_first} to {spectrum.alpha_last}",
+        ),
         ("largest dimension", str(spectrum.top_dimension), f"holds {percent(spectrum.top_share)} of the variance"),
     ]
     return _facts("Dimensions in use", rows)
@@ -131,7 +164,8 @@ def header(report: Report) -> Table:
         ),
         (
             "settings",
-            f"rank {rank_line(settings.rank, (space.rank for space in report.spaces))}, {settings.controls} random normals, "
+            f"{_method(report)}rank {rank_line(settings.rank, (space.rank for space in report.spaces))}, "
+            f"{settings.controls} random normals, "
             f"seed {settings.seed}, weight proxies fitted on {fitted}{_extras(report)}",
         ),
     ]
@@ -146,6 +180,14 @@ def _loss(report: Report) -> str:
     return f"{named}loss {report.corpus.loss:.3f}{nats} a {unit}"
 
 
+def _method(report: Report) -> str:
+    """How the subspaces came about, where not by PCA."""
+    method = report.settings.fit
+    if method == "given":
+        return "subspaces given, "
+    return "" if method.startswith("pca") else f"subspaces by {method} of {report.settings.fit_rows:,} rows at most, "
+
+
 def _extras(report: Report) -> str:
     settings = report.settings
     said = [
@@ -157,21 +199,25 @@ def _extras(report: Report) -> str:
     return "".join(f", {sentence}" for holds, sentence in said if holds)
 
 
-def _energy_columns(weight: bool, width: int) -> list[Column]:
-    marked = star if width < NARROW else no_star
+def _energy_columns(weight: bool, width: int, intervals: bool = False) -> list[Column]:
+    # Where intervals take the place of p, a star stands for it.
+    with_p = width >= (WIDE if intervals else NARROW)
+    marked = no_star if with_p else star
     columns = [
         Column("energy", lambda one: Text(percent(one.energy.energy)), lambda one: one.energy.energy, percent),
         Column(
             "lift",
-            lambda one: _by_significance(one, number(one.energy.lift) + marked(one.energy.p_value)),
+            lambda one: _by_significance(one, number(one.energy.lift) + marked(_energy_q(one))),
             lambda one: one.energy.lift,
         ),
     ]
+    if intervals and width >= NARROW:
+        columns.append(Column("95%", _lift_interval))
     if weight:
         columns.append(
             Column("signal", lambda one: Text(number(one.energy.signal_lift)), lambda one: one.energy.signal_lift)
         )
-    if width >= NARROW:
+    if with_p:
         columns.append(Column("p", lambda one: _by_significance(one, p_value(one.energy.p_value))))
     if width >= WIDE:
         columns += [
@@ -182,6 +228,13 @@ def _energy_columns(weight: bool, width: int) -> list[Column]:
     return columns
 
 
+def _lift_interval(one: Measurement) -> Text:
+    if one.uncertainty is None:
+        return Text("")
+    interval = one.uncertainty.lift_interval
+    return Text(f"{number(interval.bca_low)}–{number(interval.bca_high)}", style="dim")
+
+
 class _ByWidth:
     """A part of the report that shows as much as the console has room for."""
 
@@ -190,23 +243,24 @@ class _ByWidth:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         view = self._view(self._report, options.max_width)
-        if isinstance(view, Table) and not fits(view, console, options):
+        for narrower in (WIDE - 1, NARROW - 1):
             # Long labels take the room that the columns needed: fewer columns, rather than numbers cut short.
-            view = self._view(self._report, min(options.max_width, NARROW - 1))
+            if isinstance(view, Table) and narrower < options.max_width and not fits(view, console, options):
+                view = self._view(self._report, narrower)
         yield view
 
 
 def energy_table(report: Report, width: int = 100) -> Table:
     """Energy, lift, signal lift and p of every layer; from 150 characters on, also next, trailing and alignment."""
-    rows = _rows_by_layer(report)
+    rows, intervals = _rows_by_layer(report), report.settings.bootstrap > 0
     titles = ("residual", "attention weights", "MLP weights")
     if width >= NARROW:
         maps = [_maps_measured(report, kinds) for kinds in (ATTENTION_MAPS, MLP_MAPS)]
         titles = ("residual gradient", f"attention weights ({maps[0]})", f"MLP weights ({maps[1]})")
     groups = [
-        (titles[0], 0, _energy_columns(False, width)),
-        (titles[1], 1, _energy_columns(True, width)),
-        (titles[2], 2, _energy_columns(True, width)),
+        (titles[0], 0, _energy_columns(False, width, intervals)),
+        (titles[1], 1, _energy_columns(True, width, intervals)),
+        (titles[2], 2, _energy_columns(True, width, intervals)),
     ]
     return side_by_side("layer", [label for label, _ in rows], [cells for _, cells in rows], groups)
 
@@ -238,7 +292,7 @@ def _isotropy_columns(width: int) -> list[Column]:
     score = Column("IsoSc*", lambda one: Text(small(one.isotropy.score)), lambda one: one.isotropy.score, small)
     without_tangent = Column(
         "Δtan",
-        lambda one: _by_isotropy(one, thousandths(one.isotropy.delta) + marked(one.isotropy.p_value)),
+        lambda one: _by_isotropy(one, thousandths(one.isotropy.delta) + marked(_isotropy_q(one))),
         lambda one: one.isotropy.delta,
         thousandths,
     )
@@ -267,14 +321,21 @@ def maps_table(report: Report) -> Any:
 
 def notes(report: Report, width: int = 100) -> Any:
     """What the columns mean, and what a reader must know before believing them."""
-    significance = "starred" if width < NARROW else "coloured"
+    intervals = report.settings.bootstrap > 0
+    significance = "starred" if width < (WIDE if intervals else NARROW) else "coloured"
     legend = (
         "energy: share of the gradient's energy inside the tangent proxy. lift: energy a direction inside over outside "
         "(1 is chance). signal: energy over that of shuffled backward signals; above 1 the signals themselves prefer the "
-        f"tangent. p: share of {report.settings.controls} random normals that do as well; {significance} where p ≤ {SIGNIFICANT}"
+        f"tangent. p: share of {report.settings.controls} random normals that do as well; {significance} where p, corrected "
+        f"over the layers (Benjamini-Hochberg), is ≤ {SIGNIFICANT}"
         "{more}. IsoSc*: IsoScore*, 0 for one direction, 1 for a ball. Δ: its change in thousandths when the proxy (tan) "
         "or a random normal (rand) is removed. Medians in the last row."
     ).replace("{more}", _WIDE_LEGEND if width >= WIDE else "")
+    if intervals:
+        legend += (
+            f" 95%: BCa interval of the lift over {report.settings.bootstrap:,} corpora resampled from the "
+            f"{report.corpus.test_sequences} test sequences, the subspaces held as they are."
+        )
     return Group(Text(legend, style="dim"), *warning_lines(report.warnings))
 
 
@@ -321,11 +382,20 @@ def _facts(title: str, rows: Sequence[tuple[str, str | Text, str]]) -> Table:
 
 
 def _by_significance(one: Measurement, shown: str) -> Text:
-    return Text(shown, style="bold green" if one.energy.p_value <= SIGNIFICANT and one.energy.lift > 1 else "")
+    return Text(shown, style="bold green" if _energy_q(one) <= SIGNIFICANT and one.energy.lift > 1 else "")
 
 
 def _by_isotropy(one: Measurement, shown: str) -> Text:
-    return Text(shown, style="bold green" if one.isotropy.p_value <= SIGNIFICANT and one.isotropy.delta > 0 else "")
+    return Text(shown, style="bold green" if _isotropy_q(one) <= SIGNIFICANT and one.isotropy.delta > 0 else "")
+
+
+def _energy_q(one: Measurement) -> float:
+    """Corrected over the layers; reports of before know only the single test."""
+    return one.energy.p_value if one.energy_q_value is None else one.energy_q_value
+
+
+def _isotropy_q(one: Measurement) -> float:
+    return one.isotropy.p_value if one.isotropy_q_value is None else one.isotropy_q_value
 
 
 def _or_nothing(value: float | None, shown: Callable[[float], str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -19,9 +20,12 @@ from tangent_lens.measures.energy import (
     lift_of,
     monte_carlo_p,
     random_normal_moments,
+    random_normal_p_value,
+    random_normal_skewness,
     shuffled_energy,
 )
 from tangent_lens.recording.moments import Moments, SecondMoments
+from tangent_lens.subspaces import controls
 from tangent_lens.subspaces.controls import random_normals
 from tangent_lens.subspaces.subspace import Subspace
 
@@ -396,3 +400,78 @@ def test_a_gradient_without_preference_has_p_one_whatever_rounding_says():
     ball = SecondMoments(12)
     ball.count, ball.scatter = 100, 0.37 * torch.eye(12, dtype=torch.float64)
     assert energy_test(ball, tangent, controls=50).p_value == 1
+
+
+def spectrum_of_kind(kind: str, n: int) -> torch.Tensor:
+    index = torch.arange(1, n + 1, dtype=torch.float64)
+    kinds = {"flat": 1 + index / n, "power law": index**-0.8, "steep": index**-1.5, "one": torch.ones_like(index)}
+    values = kinds[kind].clone()
+    values[0] *= n if kind == "one" else 1
+    return values
+
+
+def sampled_energies(moment: torch.Tensor, tangent: Subspace, count: int = 20_000) -> torch.Tensor:
+    frames = random_normals(tangent, count, seed=3)
+    return (frames * (moment @ frames)).sum(dim=(1, 2)) / moment.trace()
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("kind", ["flat", "power law", "steep", "one"])
+def test_unsampled_p_values_are_those_of_20000_random_normals(kind, k):
+    d = 24 + k
+    frame, variances = random_frame(d, d, seed=1), torch.cat([torch.full((k,), 2.0), spectrum_of_kind(kind, 24)])
+    moment, tangent = (frame * variances) @ frame.T, Subspace.spanned_by(frame[:, :k])
+    energies = sampled_energies(moment, tangent)
+    centred = array((energies - energies.mean()) / energies.std())
+    found = random_normal_skewness(moment, tangent.basis)
+    assert found == pytest.approx((centred**3).mean(), abs=0.15)
+    for share in (0.05, 0.01, 0.002):
+        place = float(energies.quantile(1 - share))
+        assert random_normal_p_value(place, moment, tangent.basis) == pytest.approx(share, rel=0.5)
+
+
+def test_skewness_changes_its_sign_with_the_moment_and_ends_at_half_of_the_complement():
+    frame = random_frame(10, 10)
+    values = torch.tensor([5.0, 5, 9, 1, 1, 1, 2, 1, 1, 1], dtype=torch.float64)
+    mirrored = torch.cat([values[:2], 10 - values[2:]])
+    found, other = (random_normal_skewness((frame * one) @ frame.T, frame[:, :2]) for one in (values, mirrored))
+    assert found > 0.3
+    assert other == pytest.approx(-found, rel=1e-9)
+    assert random_normal_skewness(random_moment(9), random_frame(9, 3)) == 0
+    assert random_normal_skewness(random_moment(8), random_frame(8, 4)) is None
+
+
+def test_where_the_normals_are_skewed_to_the_left_the_p_value_is_too_large():
+    frame = random_frame(25, 25, seed=1)
+    variances = torch.cat([torch.ones(1), 1.1 - spectrum_of_kind("steep", 24)]).double()
+    moment, tangent = (frame * variances) @ frame.T, Subspace.spanned_by(frame[:, :1])
+    assert random_normal_skewness(moment, tangent.basis) < -1
+    energies = sampled_energies(moment, tangent)
+    for share in (0.05, 0.01, 0.002):
+        assert random_normal_p_value(float(energies.quantile(1 - share)), moment, tangent.basis) > share
+
+
+def test_the_unsampled_p_value_stands_beside_the_sampled_one():
+    moment, tangent = random_moment(30, seed=4), random_subspace(30, 3)
+    result = energy_test(stream_of(moment), tangent, controls=4000)
+    assert result.exact_p_value == random_normal_p_value(result.energy, moment, tangent.basis)
+    assert result.exact_p_value == pytest.approx(result.p_value, rel=0.15)
+
+
+def test_p_values_of_no_law_are_none_and_none_is_zero():
+    ball = stream_of(torch.eye(12, dtype=torch.float64))
+    assert energy_test(ball, random_subspace(12, 3)).exact_p_value is None
+    assert energy_test(stream_of(random_moment(7)), random_subspace(7, 2)).exact_p_value is None
+    values = torch.cat([torch.full((2,), 1e6), 1 + torch.arange(198) / 1e3]).double()
+    basis = torch.eye(200, dtype=torch.float64)[:, :2]
+    assert energy_test(stream_of(torch.diag(values)), Subspace.spanned_by(basis)).exact_p_value == sys.float_info.min
+
+
+def test_controls_come_in_batches_without_changing_a_number(monkeypatch):
+    moments, tangent = SecondMoments.of(random_rows(50, 9)), random_subspace(9, 2)
+    whole = energy_test(moments, tangent, controls=40, seed=4).random
+    monkeypatch.setattr(controls, "_NUMBERS_AT_ONCE", 18 * 8)
+    assert [len(batch) for batch in controls.normal_frame_batches(tangent, 40, 4)] == [8] * 5
+    # The frames are the same to the last bit; a product with more of them at once rounds otherwise.
+    for controlled in (40, random_normals(tangent, 40, seed=4)):
+        assert energy_test(moments, tangent, controls=controlled, seed=4).random == pytest.approx(whole, rel=1e-14)

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tangent_lens.measures.isotropy import iso_score
-from tangent_lens.measures.spectrum import effective_rank, participation_ratio, spectrum_of
+from tangent_lens.measures.spectrum import (
+    effective_rank,
+    participation_ratio,
+    power_law,
+    rank_me,
+    spectrum_of,
+    stable_rank,
+)
 from tangent_lens.recording.moments import SecondMoments
 
 seeds = st.integers(0, 10_000)
@@ -137,3 +144,77 @@ def test_what_is_not_finite_is_refused_wherever_it_stands(measure, place, value)
 def test_a_matrix_that_is_not_square_is_no_covariance():
     with pytest.raises(ValueError, match=r"\(3, 2\)"):
         participation_ratio(torch.ones(3, 2))
+
+
+@given(seed=seeds, d=st.integers(1, 10), exponent=st.integers(-250, 250))
+@PROPERTY
+def test_the_stable_rank_is_the_ratio_of_two_norms(seed, d, exponent):
+    rows = random_rows(40, d, seed)
+    centred = array(rows) - array(rows).mean(axis=0)
+    expected = (np.linalg.norm(centred) / np.linalg.norm(centred, 2)) ** 2
+    covariance = SecondMoments.of(rows).covariance()
+    assert stable_rank(10.0**exponent * covariance) == pytest.approx(expected, rel=1e-9)
+    assert spectrum_of(covariance).stable_rank == pytest.approx(expected, rel=1e-9)
+
+
+def test_rank_me_follows_its_definition():
+    values = np.array([5.0, 2, 1, 0])
+    shares = values / values.sum() + 1e-3
+    assert rank_me(torch.from_numpy(values), 1e-3) == pytest.approx(math.exp(-(shares * np.log(shares)).sum()))
+    assert rank_me(torch.from_numpy(values), 0) == pytest.approx(effective_rank(torch.from_numpy(values)), rel=1e-12)
+    with pytest.raises(ValueError, match="epsilon -1 must be 0 or more"):
+        rank_me(torch.ones(3), -1)
+    with pytest.raises(ValueError, match="RankMe needs finite values"):
+        rank_me(torch.zeros(3))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0, 2.3])
+def test_an_exact_power_law_is_found(alpha):
+    values = 3 * torch.arange(1, 101, dtype=torch.float64) ** -alpha
+    found = power_law(values.flip(0), first=5, last=60)
+    assert (found.first, found.last) == (5, 60)
+    assert found.alpha == pytest.approx(alpha, abs=1e-12)
+    assert found.standard_error == pytest.approx(0, abs=1e-12)
+    assert found.r_squared == pytest.approx(1, abs=1e-12)
+
+
+@given(seed=seeds, first=st.integers(1, 20), exponent=st.integers(-250, 250))
+@PROPERTY
+def test_a_power_law_equals_the_published_weighted_fit(seed, first, exponent):
+    index = np.arange(1, 81)
+    values = np.sort(index**-1.2 * np.exp(np.random.default_rng(seed).normal(size=80) / 3))[::-1].copy()
+    used = slice(first - 1, 70)
+    # NumPy weights residuals, not squares: the root of 1 / index.
+    line, covariance = np.polyfit(np.log(index[used]), np.log(values[used]), 1, w=index[used] ** -0.5, cov=True)
+    found = power_law(10.0**exponent * torch.from_numpy(values), first=first, last=70)
+    assert found.alpha == pytest.approx(-line[0], rel=1e-9)
+    assert found.standard_error == pytest.approx(math.sqrt(covariance[0, 0]), rel=1e-9)
+    assert 0 < found.r_squared < 1
+
+
+def test_eigenvalues_that_are_noise_are_not_fitted():
+    values = torch.arange(1, 101, dtype=torch.float64) ** -1.0
+    values[40:] = 1e-14
+    found = power_law(values)
+    assert (found.first, found.last) == (11, 40)
+    assert found.alpha == pytest.approx(1, abs=1e-12)
+
+
+def test_a_spectrum_names_the_range_of_its_power_law():
+    spectrum = spectrum_of(torch.diag(torch.arange(1, 41, dtype=torch.float64) ** -1.5))
+    assert (spectrum.alpha_first, spectrum.alpha_last) == (11, 40)
+    assert spectrum.alpha == pytest.approx(1.5, rel=1e-9)
+    short = spectrum_of(torch.eye(19))
+    assert (short.alpha, short.alpha_first, short.alpha_last) == (None, None, None)
+
+
+def test_what_follows_no_power_law_is_refused():
+    with pytest.raises(ValueError, match="9 eigenvalues above the noise from index 11 on are too few"):
+        power_law(torch.ones(19))
+    with pytest.raises(ValueError, match="0 eigenvalues above the noise"):
+        power_law(torch.ones(5))
+    with pytest.raises(ValueError, match="indices 0 to 500 are no range"):
+        power_law(torch.ones(50), first=0)
+    for values in ([0.0, 0.0], [math.nan, 1.0]):
+        with pytest.raises(ValueError, match="a power law needs finite eigenvalues"):
+            power_law(torch.tensor(values))

@@ -73,13 +73,23 @@ def test_warnings_are_shown(report):
     assert "warning  position 0 holds 96%" in as_text(warned, width=120)
 
 
-def test_significance_is_a_star_where_p_has_no_room_and_colour_where_there_is(report):
+@pytest.mark.parametrize(
+    ("p", "q", "starred"), [(1 / 21, 1 / 21, True), (1 / 21, 0.2, False), (1 / 21, None, True), (0.5, None, False)]
+)
+def test_significance_is_a_star_where_p_has_no_room(report, p, q, starred):
+    """Corrected over the layers; of reports that know no correction, the single test's."""
     first = report.of("attention.0")
-    strong = dataclasses.replace(first, energy=dataclasses.replace(first.energy, p_value=1 / 21, lift=3.21))
-    weak = dataclasses.replace(first, energy=dataclasses.replace(first.energy, p_value=0.5, lift=3.21))
-    for one, starred in ((strong, True), (weak, False)):
-        shown = as_text(dataclasses.replace(report, measurements=(one,)), width=80)
-        assert ("3.21*" in shown) == starred
+    energy = dataclasses.replace(first.energy, p_value=p, lift=3.21)
+    one = dataclasses.replace(first, energy=energy, energy_q_value=q)
+    shown = as_text(dataclasses.replace(report, measurements=(one,)), width=80)
+    assert ("3.21*" in shown) == starred
+
+
+def test_significance_is_a_colour_where_p_has_room(report):
+    first = report.of("attention.0")
+    strong = dataclasses.replace(
+        first, energy=dataclasses.replace(first.energy, p_value=1 / 21, lift=3.21), energy_q_value=1 / 21
+    )
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system="standard")
     console.print(dataclasses.replace(report, measurements=(strong,)))
     assert re.search(r"\x1b\[1;32m\s*3\.21", console.file.getvalue())

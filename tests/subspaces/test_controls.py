@@ -9,7 +9,13 @@ from explicit import PROPERTY, array, projector, random_frame, random_subspace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tangent_lens.subspaces.controls import check_normal_controls_fit, normal_frames, random_normals
+from tangent_lens.subspaces.controls import (
+    check_normal_controls_fit,
+    normal_frame_batches,
+    normal_frames,
+    random_normal_batches,
+    random_normals,
+)
 from tangent_lens.subspaces.subspace import Subspace
 
 
@@ -112,3 +118,30 @@ def test_given_frames_are_checked_before_they_are_compared():
     ):
         with pytest.raises(ValueError, match=taught):
             normal_frames(tangent, bad, 0)
+
+
+# Sizes below, at and beside the blocks in which torch draws normal numbers, and last batches smaller than a block.
+@pytest.mark.parametrize(("d", "k", "count"), [(9, 2, 30), (3, 1, 40), (7, 3, 33), (2, 1, 3), (4, 2, 17), (64, 4, 7)])
+@pytest.mark.parametrize("at_once", [1, 2, 5, 16, 1000, None])
+def test_batches_hold_the_frames_of_one_draw(d, k, count, at_once):
+    tangent = random_subspace(d, k)
+    batches = list(random_normal_batches(tangent, count, seed=3, at_once=at_once))
+    assert torch.equal(torch.cat(batches), random_normals(tangent, count, seed=3))
+    assert max(len(batch) for batch in batches) <= max(at_once or count, 1) + 2 * 16
+
+
+def test_no_batch_is_empty_and_none_is_refused_late():
+    with pytest.raises(ValueError, match="at_once=0 frames make no batch"):
+        random_normal_batches(random_subspace(9, 2), 5, at_once=0)
+    with pytest.raises(ValueError, match="0 controls give no comparison"):
+        random_normal_batches(random_subspace(9, 2), 0)
+
+
+def test_frames_given_or_drawn_come_in_the_same_batches():
+    tangent = random_subspace(9, 2)
+    drawn = torch.cat(list(normal_frame_batches(tangent, 30, 5)))
+    given_frames = torch.cat(list(normal_frame_batches(tangent, random_normals(tangent, 30, seed=5), 0)))
+    assert torch.equal(drawn, given_frames)
+    assert torch.equal(drawn, normal_frames(tangent, 30, 5))
+    with pytest.raises(ValueError, match="not orthonormal"):
+        normal_frame_batches(tangent, 2 * given_frames, 0)

@@ -208,3 +208,47 @@ def test_a_subspace_is_frozen():
 
 def test_its_text_names_rank_space_and_method():
     assert repr(centred_subspace()) == "Subspace(rank 3 of 8, test)"
+
+
+def test_a_span_keeps_the_directions_and_how_well_they_determine_it(tmp_path):
+    directions = torch.tensor([[1.0, 5.0], [0.0, 5.0], [0.0, 0.0]])
+    centre = torch.ones(3)
+    subspace = Subspace.spanned_by(directions, {"method": "test"}, centre)
+    # Unit directions 45 degrees apart have the singular values sqrt(1 +- cos 45).
+    cosine = math.sqrt(0.5)
+    assert subspace.condition_number == pytest.approx(math.sqrt((1 + cosine) / (1 - cosine)), rel=1e-12)
+    subspace.save(tmp_path / "file")
+    loaded = Subspace.load(tmp_path / "file")
+    for one in (subspace, loaded):
+        assert one.directions is not None
+        assert torch.equal(one.directions, directions.double())
+        assert torch.equal(one.centre, centre.double())
+
+
+def test_a_subspace_without_directions_of_its_own_is_well_conditioned(tmp_path):
+    random_subspace(5, 2).save(tmp_path / "file")
+    loaded = Subspace.load(tmp_path / "file")
+    assert loaded.directions is None
+    assert loaded.condition_number == 1
+
+
+def test_lengths_of_directions_change_neither_span_nor_conditioning():
+    directions = random_rows(6, 3)
+    scaled = Subspace.spanned_by(directions * torch.tensor([1e-9, 1.0, 1e9]))
+    plain = Subspace.spanned_by(directions)
+    assert scaled.condition_number == pytest.approx(plain.condition_number, rel=1e-9)
+    assert np.allclose(projector(scaled.basis), projector(plain.basis), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("directions", "taught"),
+    [
+        (torch.full((4, 2), math.nan), r"directions must be finite columns"),
+        (torch.eye(3), r"directions of shape \(3, 3\) do not fit a basis in 4 dimensions; they are columns \(4, m\)"),
+        (torch.ones(4), r"directions must be finite columns \(d, k\), not of shape \(4,\)"),
+        (torch.ones(4, 0), r"directions of shape \(4, 0\) do not fit"),
+    ],
+)
+def test_directions_of_another_space_are_refused(directions, taught):
+    with pytest.raises(ValueError, match=taught):
+        Subspace(random_frame(4, 2), torch.zeros(4), directions=directions)
