@@ -99,6 +99,9 @@ def rank_of(text: str) -> int | float | str:
         number: int | float | str = float(text) if "." in text else int(text)
     except ValueError:
         number = text
+    if isinstance(number, float) and not 0 < number < 1:
+        # Is 1.0 one direction, or all of the variance?
+        raise ValueError(f"rank {text!r} must be a whole number, or a variance share such as 0.9")
     return check_rank(number)
 
 

@@ -188,7 +188,7 @@ def test_a_report_is_saved_even_where_it_cannot_be_printed(model_folder, text_fi
     def broken(*_):
         raise OSError("no space left on the screen")
 
-    monkeypatch.setattr(cli, "_print", broken)
+    monkeypatch.setattr(cli, "print_report", broken)
     assert run(*quick(model_folder, text_file), "--out", tmp_path / "run").exit_code == 1
     assert tln.Report.load(tmp_path / "run").corpus.name == "numbers.txt"
 

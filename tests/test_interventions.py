@@ -324,7 +324,7 @@ class TestAblation:
 
     def test_it_shows_itself(self, lens, corpus):
         report = measure_ablation(lens.model, corpus, {Site("resid_post", 1): subspace_in(32)}, controls=2)
-        assert "without tangent" in repr(report) and "resid_post.1" in repr(report)
+        assert "kept" in repr(report) and "resid_post.1" in repr(report)
         assert list(report.to_pandas()["site"]) == ["resid_post.1"]
         assert report.to_dict()["ablations"][0]["rank"] == 3
 

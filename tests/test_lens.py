@@ -674,7 +674,7 @@ class TestWhatPeopleHold:
         assert report.settings.maps == ("query",)
 
     def test_a_share_too_large_for_a_control_is_refused_by_site(self):
-        with pytest.raises(ValueError, match=r"\.\d: the share asked for needs rank \d+, and a normal control needs"):
+        with pytest.raises(ValueError, match=r"\.\d: what was asked for is of rank \d+, and a normal control needs"):
             measured(tiny_model("gpt2"), rank=0.9999)
 
     def test_whole_numbers_are_asked_for(self):

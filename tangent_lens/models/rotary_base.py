@@ -31,6 +31,8 @@ def check_rotary_base(config: Any) -> None:
 def write_rotary_base(folder: Path) -> None:
     """Say the base where transformers 4 looks, too, in a folder that transformers 5 saved; once said, nothing is written."""
     file = folder / "config.json"
+    if not file.is_file():
+        return  # whoever loads the folder tells what is missing
     config = json.loads(file.read_text(encoding="utf-8"))
     base = _base_in(config.get("rope_parameters"))
     if base is not None and "rope_theta" not in config:

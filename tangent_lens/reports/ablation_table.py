@@ -31,9 +31,9 @@ def ablation_table(report: AblationReport) -> Group:
         ("settings", f"{report.controls} random normals, seed {report.seed}, removed parts set to {report.about}"),
     ]
     legend = (
-        "Changes of the loss, positive is worse: without the tangent; without random normals of the same rank (mean, sd); p: share "
-        "of them whose removal harms as much; ratio of the two; without the next principal and the least-variance directions; "
-        "kept: with everything but the tangent removed."
+        "Changes of the loss, positive is worse: without the tangent; without random normals of the same rank (mean, sd); "
+        "p: share of them whose removal harms as much; ratio of the two; without the next principal and the least-variance "
+        "directions; kept: with everything but the tangent removed."
     )
     views = (
         partial(_table, report, without)

@@ -63,39 +63,16 @@ def _(comparison: Comparison) -> Any:
     return _ByWidth(comparison, comparison_table)
 
 
-@table_of.register
-def _(report: AttentionReport) -> Any:
-    return attention_report_view(report)
-
-
-@table_of.register
-def _(view: AttentionHeads) -> Any:
-    return attention_heads_view(view)
-
-
-@table_of.register
-def _(one: AttentionDominance) -> Any:
-    return attention_layer_view(one)
-
-
-@table_of.register
-def _(report: AblationReport) -> Any:
-    return ablation_table(report)
-
-
-@table_of.register
-def _(report: ShapeReport) -> Any:
-    return shape_view(report)
-
-
-@table_of.register
-def _(overlaps: Overlaps) -> Any:
-    return overlaps_view(overlaps)
-
-
-@table_of.register
-def _(stability: Stability) -> Any:
-    return stability_view(stability)
+for _kind, _view in (
+    (AttentionReport, attention_report_view),
+    (AttentionHeads, attention_heads_view),
+    (AttentionDominance, attention_layer_view),
+    (AblationReport, ablation_table),
+    (ShapeReport, shape_view),
+    (Overlaps, overlaps_view),
+    (Stability, stability_view),
+):
+    table_of.register(_kind, _view)
 
 
 @table_of.register
