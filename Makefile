@@ -9,7 +9,7 @@ matrix = $(PYTHON) packaging/matrix.py $(MATRIX) --
 
 # What has to hold beside every major version of TransformerLens; the rest of the tests needs the newest.
 matrix_tests = tests/models/test_hooked_transformer.py tests/models/test_traps.py tests/models/test_rotary_base.py \
-	tests/test_gotchas.py tests/conformance
+	tests/test_gotchas.py tests/test_interventions.py tests/conformance
 cells = build/conformance
 
 .DEFAULT_GOAL := help
@@ -51,11 +51,13 @@ format: ## repair style and formatting
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
 
-bench: ## measure recording, isotropy and attention against the alternatives
+bench: ## measure recording, isotropy, attention, controls and semi-NMF against the alternatives
 	@$(environment) bench
 	$(python) benchmarks/recording.py
 	$(python) benchmarks/isotropy.py
 	$(python) benchmarks/attention.py
+	$(python) benchmarks/controls.py
+	$(python) benchmarks/semi_nmf.py
 
 build: ## build the wheel and the source archive into dist/
 	@$(environment) test

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Settings that change numbers; batch_size and padding_side do not.
 _DECISIVE = (
     "rank",
+    "fit",
     "controls",
     "seed",
     "maps",

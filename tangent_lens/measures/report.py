@@ -138,6 +138,16 @@ class Measurement(Shown):
     isotropy_q_value: float | None = None
     uncertainty: Uncertainty | None = None
 
+    @property
+    def corrected_energy_p(self) -> float:
+        """What tables go by; reports of before the correction know only the single test."""
+        return self.energy.p_value if self.energy_q_value is None else self.energy_q_value
+
+    @property
+    def corrected_isotropy_p(self) -> float:
+        """The same of the change of isotropy."""
+        return self.isotropy.p_value if self.isotropy_q_value is None else self.isotropy_q_value
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Report(Shown):

@@ -38,8 +38,8 @@ def comparison_table(comparison: Comparison, width: int = 100) -> Group:
             parts += _gradient_tables(rows, names, _columns(gradient == "weight"), width)
     legend = (
         "energy: share of the gradient inside the tangent proxy. lift: energy a direction inside over outside (1 is chance), "
-        f"starred where p ≤ {SIGNIFICANT}. signal: energy over that of shuffled backward signals. IsoSc*: IsoScore* of the "
-        "gradient. Medians in the last row"
+        f"starred where p, corrected over the layers, is ≤ {SIGNIFICANT}. signal: energy over that of shuffled backward signals. "
+        "IsoSc*: IsoScore* of the gradient. Medians in the last row"
     )
     parts.append(Text(legend, style="dim"))
     return Group(*parts, *warning_lines(comparison.warnings))
@@ -111,5 +111,5 @@ def _columns(weight: bool) -> list[Column]:
 
 
 def _lift(one: Measurement) -> Text:
-    significant = one.energy.p_value <= SIGNIFICANT and one.energy.lift > 1
-    return Text(number(one.energy.lift) + star(one.energy.p_value), style="bold green" if significant else "")
+    significant = one.corrected_energy_p <= SIGNIFICANT and one.energy.lift > 1
+    return Text(number(one.energy.lift) + star(one.corrected_energy_p), style="bold green" if significant else "")

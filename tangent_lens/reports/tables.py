@@ -141,8 +141,7 @@ def header(report: Report) -> Table:
         ),
         (
             "settings",
-            f"{_method(report)}rank {rank_line(settings.rank, (space.rank for space in report.spaces))}, "
-            f"{settings.controls} random normals, "
+            f"{_method(report)}, {settings.controls} random normals, "
             f"seed {settings.seed}, weight proxies fitted on {fitted}{_extras(report)}",
         ),
     ]
@@ -158,11 +157,16 @@ def _loss(report: Report) -> str:
 
 
 def _method(report: Report) -> str:
-    """How the subspaces came about, where not by PCA."""
-    method = report.settings.fit
-    if method == "given":
-        return "subspaces given, "
-    return "" if method.startswith("pca") else f"subspaces by {method} of {report.settings.fit_rows:,} rows at most, "
+    """The rank of the subspaces and, where it was not by PCA, how they came about."""
+    settings, ranks = report.settings, [space.rank for space in report.spaces]
+    if settings.fit == "given":
+        return f"subspaces given, of rank {' to '.join(str(rank) for rank in sorted({min(ranks), max(ranks)}))}"
+    rank = f"rank {rank_line(settings.rank, ranks)}"
+    return (
+        rank
+        if settings.fit.startswith("pca")
+        else f"subspaces by {settings.fit} of {settings.fit_rows:,} rows at most, {rank}"
+    )
 
 
 def _extras(report: Report) -> str:
@@ -184,7 +188,7 @@ def _energy_columns(weight: bool, width: int, intervals: bool = False) -> list[C
         Column("energy", lambda one: Text(percent(one.energy.energy)), lambda one: one.energy.energy, percent),
         Column(
             "lift",
-            lambda one: _by_significance(one, number(one.energy.lift) + marked(_energy_q(one))),
+            lambda one: _by_significance(one, number(one.energy.lift) + marked(one.corrected_energy_p)),
             lambda one: one.energy.lift,
         ),
     ]
@@ -269,7 +273,7 @@ def _isotropy_columns(width: int) -> list[Column]:
     score = Column("IsoSc*", lambda one: Text(small(one.isotropy.score)), lambda one: one.isotropy.score, small)
     without_tangent = Column(
         "Δtan",
-        lambda one: _by_isotropy(one, thousandths(one.isotropy.delta) + marked(_isotropy_q(one))),
+        lambda one: _by_isotropy(one, thousandths(one.isotropy.delta) + marked(one.corrected_isotropy_p)),
         lambda one: one.isotropy.delta,
         thousandths,
     )
@@ -359,20 +363,11 @@ def _facts(title: str, rows: Sequence[tuple[str, str | Text, str]]) -> Table:
 
 
 def _by_significance(one: Measurement, shown: str) -> Text:
-    return Text(shown, style="bold green" if _energy_q(one) <= SIGNIFICANT and one.energy.lift > 1 else "")
+    return Text(shown, style="bold green" if one.corrected_energy_p <= SIGNIFICANT and one.energy.lift > 1 else "")
 
 
 def _by_isotropy(one: Measurement, shown: str) -> Text:
-    return Text(shown, style="bold green" if _isotropy_q(one) <= SIGNIFICANT and one.isotropy.delta > 0 else "")
-
-
-def _energy_q(one: Measurement) -> float:
-    """Corrected over the layers; reports of before know only the single test."""
-    return one.energy.p_value if one.energy_q_value is None else one.energy_q_value
-
-
-def _isotropy_q(one: Measurement) -> float:
-    return one.isotropy.p_value if one.isotropy_q_value is None else one.isotropy_q_value
+    return Text(shown, style="bold green" if one.corrected_isotropy_p <= SIGNIFICANT and one.isotropy.delta > 0 else "")
 
 
 def _or_nothing(value: float | None, shown: Callable[[float], str]) -> str:

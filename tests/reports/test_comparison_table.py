@@ -26,7 +26,7 @@ TITLES = {
 }
 SHOWN = {
     "energy": lambda one: tables.percent(one.energy.energy),
-    "lift": lambda one: tables.number(one.energy.lift) + ("*" if one.energy.p_value <= 0.05 else ""),
+    "lift": lambda one: tables.number(one.energy.lift) + ("*" if one.corrected_energy_p <= 0.05 else ""),
     "signal": lambda one: tables.number(one.energy.signal_lift),
     "IsoSc*": lambda one: tables.small(one.isotropy.score),
 }
@@ -50,7 +50,7 @@ def varied(report, number: int, **changes):
             p_value=1 / 21 if (place + number) % 3 == 0 else 0.5,
         )
         isotropy = dataclasses.replace(one.isotropy, score=one.isotropy.score * 0.8**number)
-        measurements.append(dataclasses.replace(one, energy=energy, isotropy=isotropy))
+        measurements.append(dataclasses.replace(one, energy=energy, isotropy=isotropy, energy_q_value=None))
     model = dataclasses.replace(report.model, name=f"model-{number}")
     corpus = dataclasses.replace(report.corpus, loss=report.corpus.loss + number)
     return dataclasses.replace(report, model=model, corpus=corpus, measurements=tuple(measurements), **changes)
@@ -223,7 +223,9 @@ def at(report, name: str, place: str):
 def extreme(one):
     signal = None if one.energy.signal_lift is None else 34567.0
     energy = dataclasses.replace(one.energy, energy=1.0, lift=12345.0, signal_lift=signal, p_value=1 / 21)
-    return dataclasses.replace(one, energy=energy, isotropy=dataclasses.replace(one.isotropy, score=6e-12))
+    return dataclasses.replace(
+        one, energy=energy, energy_q_value=None, isotropy=dataclasses.replace(one.isotropy, score=6e-12)
+    )
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -306,7 +308,7 @@ class TestWhatItSays:
         comparison = several(report, 2)
         text = as_text(comparison, width=160)
         stars = sum(
-            one.energy.p_value <= 0.05
+            one.corrected_energy_p <= 0.05
             for gradient, kind in TITLES.values()
             for _, cells in comparison.measurements(gradient, kind)
             for one in cells
