@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group
@@ -34,16 +35,22 @@ def stability_view(stability: Stability) -> Any:
 def _matrix(overlaps: Overlaps) -> Table:
     table = plain_table("overlap")
     table.add_column("", no_wrap=True)
-    for name in overlaps.names:
+    for name in _short(overlaps.names):
         table.add_column(Text(name), justify="right", no_wrap=True)
     for place, name in enumerate(overlaps.names):
         table.add_row(Text(name), *(_cell(value) for value in overlaps.overlap[place]))
     return table
 
 
+def _short(names: Sequence[str]) -> list[str]:
+    """The layers alone where that is all that tells the names apart."""
+    starts, ends = zip(*(name.rpartition(".")[::2] for name in names), strict=True)
+    return list(ends) if len(set(starts)) == 1 and all(starts) else list(names)
+
+
 def _neighbours(overlaps: Overlaps) -> Table:
     table = plain_table("overlap with the next")
-    for heading in ("from", "to", "overlap", "largest angle", "distance"):
+    for heading in ("from", "to", "overlap", "angle", "distance"):
         table.add_column(heading, justify="left" if heading in ("from", "to") else "right", no_wrap=True)
     for place in range(len(overlaps.names) - 1):
         table.add_row(
@@ -66,6 +73,6 @@ def _legend(overlaps: Overlaps) -> Text:
     said = number(chance[0]) if len(chance) == 1 else f"{number(chance[0])} to {number(chance[-1])}"
     return Text(
         f"overlap: |Q1ᵀQ2|² / min(k1, k2), 1 where one subspace holds the other; random subspaces of {overlaps.d} dimensions "
-        f"have {said}. Principal angles and projection distances of every pair: .to_pandas()",
+        f"have {said}. Largest principal angles and projection distances of every pair: .to_pandas()",
         style="dim",
     )
