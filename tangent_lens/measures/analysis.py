@@ -183,7 +183,9 @@ def _measurement(
     signals: Sequence[BackwardSignals] = (),
 ) -> Measurement:
     energy = energy_test(rows, proxy.tangent, controls=proxy.frames, signals=signals)
-    isotropy = isotropy_test(rows.covariance(), proxy.tangent, controls=proxy.frames, shrinkage=settings.shrinkage)
+    isotropy = isotropy_test(
+        rows.covariance(), proxy.tangent, controls=proxy.frames, shrinkage=settings.shrinkage, name=rows.name
+    )
     return Measurement(gradient, name, kind, layer, site, fit_site, pooled, energy, isotropy)
 
 

@@ -123,16 +123,19 @@ def isotropy_test(
     seed: int = 0,
     shrinkage: float = 0.0,
     dimension: str = "ambient",
+    name: str = "this covariance",
 ) -> IsotropyTest:
     """Whether removing the tangent changes isotropy more than removing a normal subspace of the same rank.
 
     Args:
         covariance: of gradient rows, of the rows of a weight gradient, or of activations.
         controls: how many random normals to draw (a batch at a time, in bounded memory), or frames already drawn.
+        name: what errors call it.
 
     Raises:
         ValueError: as :func:`iso_score_without`, or 2k > d.
     """
+    _checked(covariance, name)
     batches = normal_frame_batches(tangent, controls, seed)
     options = {"shrinkage": shrinkage, "dimension": dimension}
     score = iso_score(covariance, shrinkage=shrinkage)
@@ -166,10 +169,8 @@ def _trace_and_square(matrix: Tensor) -> tuple[float, float]:
     return float(matrix.diagonal().sum()), float(matrix.square().sum())
 
 
-def _checked(covariance: Tensor) -> Tensor:
-    matrix = checked_symmetric(
-        covariance, "this covariance", "has no variance, so it has no isotropy; the rows are all equal"
-    )
+def _checked(covariance: Tensor, name: str = "this covariance") -> Tensor:
+    matrix = checked_symmetric(covariance, name, "has no variance, so it has no isotropy; the rows are all equal")
     if len(matrix) < 2:
         raise ValueError("isotropy needs at least 2 dimensions; this covariance has 1")
     # No score depends on the scale; at trace 1 no square under- or overflows.

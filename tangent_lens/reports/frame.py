@@ -26,7 +26,7 @@ def header_lines(model: ModelDescription, versions: Mapping[str, str], further: 
     lines.add_row(
         "model",
         f"[b]{escape(model.name)}[/b], revision {escape(model.revision)}; {model.architecture}, "
-        f"{model.parameters / 1e6:,.1f}M parameters{shape}",
+        f"{_count(model.parameters)} parameters{shape}",
     )
     lines.add_row(
         "read by", f"{model.library}, weights {model.weights}, {model.dtype}; tangent-lens {versions['tangent-lens']}"
@@ -34,6 +34,11 @@ def header_lines(model: ModelDescription, versions: Mapping[str, str], further: 
     for line in further:
         lines.add_row(*line)
     return lines
+
+
+def _count(parameters: int) -> str:
+    """In millions, or as they are where these would round to nothing."""
+    return f"{parameters / 1e6:,.1f}M" if parameters >= 100_000 else f"{parameters:,}"
 
 
 def rank_line(rank: int | float | str, found: Iterable[int]) -> str:

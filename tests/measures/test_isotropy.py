@@ -259,3 +259,9 @@ def test_controls_of_another_rank_are_refused():
 def test_no_room_for_normals_is_an_error():
     with pytest.raises(ValueError, match=r"rank 5 needs 2\*rank <= d = 9 for a normal control; use rank <= 4"):
         isotropy_test(random_moment(9), random_subspace(9, 5))
+
+
+def test_a_covariance_without_variance_is_told_by_its_name():
+    tangent = Subspace.spanned_by(torch.eye(6, dtype=torch.float64)[:, :2])
+    with pytest.raises(ValueError, match=r"gradients at resid_post\.3 has no variance, so it has no isotropy"):
+        isotropy_test(torch.zeros(6, 6), tangent, name="gradients at resid_post.3")
