@@ -17,6 +17,7 @@ from tangent_lens.subspaces.subspace import Subspace, check_orthonormal
 _NUMBERS_AT_ONCE = 4_000_000
 # torch draws normal numbers in blocks of this size; batches of whole blocks continue one stream.
 _BLOCK = 16
+_ANOTHER_STREAM = 0x5EED
 
 
 def check_normal_controls_fit(rank: int, d: int) -> None:
@@ -76,11 +77,22 @@ def _drawn(basis: Float[Tensor, "d k"], sizes: list[int], seed: int) -> Iterator
     generator = torch.Generator().manual_seed(seed)
     for size in sizes:
         gaussian = torch.randn(size, *basis.shape, generator=generator, dtype=torch.float64)
-        # Twice: one projection leaves a tangent part of the size of rounding times the norm.
-        for _ in range(2):
-            gaussian = gaussian - basis @ (basis.T @ gaussian)
+        rest = _outside(gaussian, basis)
+        lost = rest.norm(dim=(1, 2)) < 1e-6 * gaussian.norm(dim=(1, 2))
+        if bool(lost.any()):
+            # Somebody's random tangent came from the same seed: all that is left of that control is rounding.
+            other = torch.Generator().manual_seed(seed + _ANOTHER_STREAM)
+            again = torch.randn(size, *basis.shape, generator=other, dtype=torch.float64)
+            rest[lost] = _outside(again, basis)[lost]
         # One layout, so that a frame gives the same energy to the last bit whatever batch it came in.
-        yield torch.linalg.qr(gaussian).Q.contiguous()
+        yield torch.linalg.qr(rest).Q.contiguous()
+
+
+def _outside(gaussian: Float[Tensor, "m d k"], basis: Float[Tensor, "d k"]) -> Float[Tensor, "m d k"]:
+    # Twice: one projection leaves a tangent part of the size of rounding times the norm.
+    for _ in range(2):
+        gaussian = gaussian - basis @ (basis.T @ gaussian)
+    return gaussian
 
 
 def _batch_sizes(count: int, numbers_each: int, at_once: int) -> list[int]:

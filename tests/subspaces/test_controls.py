@@ -145,3 +145,18 @@ def test_frames_given_or_drawn_come_in_the_same_batches():
     assert torch.equal(drawn, normal_frames(tangent, 30, 5))
     with pytest.raises(ValueError, match="not orthonormal"):
         normal_frame_batches(tangent, 2 * given_frames, 0)
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_random_tangent_of_the_same_seed_is_compared_with_other_frames(place):
+    """A person draws a tangent with the seed that the controls are drawn with: one control would be rounding alone."""
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randn(5, 40, 3, generator=generator, dtype=torch.float64)
+    tangent = Subspace.spanned_by(drawn[place])
+    frames = random_normals(tangent, 5, seed=7)
+    assert float((tangent.basis.T @ frames).abs().max()) < 1e-12
+    assert float((frames.transpose(1, 2) @ frames - torch.eye(3, dtype=torch.float64)).abs().max()) < 1e-12
+    others = [one for one in range(5) if one != place]
+    shared = (frames[place].T @ frames[others]).square().sum(dim=(1, 2))
+    assert float(shared.max()) < 2
+    assert torch.equal(random_normals(tangent, 5, seed=7), frames)
