@@ -89,6 +89,23 @@ def test_controls_on_some_rows_are_those_of_a_run_that_counts_these_rows_alone(f
             np.testing.assert_allclose(values, same.random_shares[name], rtol=digits, atol=1e-3 * digits)
 
 
+def test_a_rule_chooses_the_rank_of_every_layer():
+    lens = tln.Lens(tiny_model("llama", torch.float32))
+    fitted, _ = lens.corpus(SEQUENCES).split(0.5, 0)
+    records = lens.record(fitted, "resid_pre", gradients=False, progress=False)
+    ranks = {site.layer: round(tln.participation_ratio(one.activations.covariance())) for site, one in records.items()}
+    fitting = [layer for layer, rank in ranks.items() if rank <= 16]
+    assert 0 < len(fitting) < 3
+    options = {"rank": "participation_ratio", "controls": 2, "progress": False}
+    report = lens.attention(SEQUENCES, fitting, **options)
+    assert [one.rank for one in report.subspaces.values()] == [ranks[layer] for layer in fitting]
+    assert "by participation ratio (k = " in " ".join(str(report).split())
+    with pytest.raises(
+        ValueError, match=r"resid_pre\.\d: what was asked for is of rank \d+, and a normal control needs"
+    ):
+        lens.attention(SEQUENCES, **options)
+
+
 def test_layers_are_chosen_and_counted_from_the_end():
     model = tiny_model("gpt2")
     report = tln.Lens(model).attention(SEQUENCES, [0, -1], rank=4, progress=False)

@@ -9,6 +9,7 @@ from tangent_lens.measures.analysis import concentration_warnings, summarise_spa
 from tangent_lens.measures.attention_report import AttentionReport, AttentionSettings
 from tangent_lens.measures.attention_rows import ChosenRows
 from tangent_lens.measures.attention_run import frequency_buckets, record_attention
+from tangent_lens.measures.plan import check_proxies
 from tangent_lens.measures.report import CorpusDescription, library_versions
 from tangent_lens.models.attention import attention_reader
 from tangent_lens.models.protocol import Model, width_of
@@ -59,6 +60,7 @@ def measure_attention(
     proxies = {
         site: fit_pca(record.moments, settings.rank, center=settings.center) for site, record in activations.items()
     }
+    check_proxies(proxies)
     buckets, labels = None, ()
     if settings.frequency_buckets:
         buckets, labels = frequency_buckets(corpus.sequences, model.description.vocabulary, settings.frequency_buckets)
