@@ -307,8 +307,8 @@ def notes(report: Report, width: int = 100) -> Any:
     legend = (
         "energy: share of the gradient's energy inside the tangent proxy. lift: energy a direction inside over outside "
         "(1 is chance). signal: energy over that of shuffled backward signals; above 1 the signals themselves prefer the "
-        f"tangent. p: share of {report.settings.controls} random normals that do as well; {significance} where p, corrected "
-        f"over the layers (Benjamini-Hochberg), is ≤ {SIGNIFICANT}"
+        f"tangent. p: share of {report.settings.controls} random normals that do as well; {significance} where p (of "
+        f"energies that of the controls' exact null), corrected over the layers (Benjamini-Hochberg), is ≤ {SIGNIFICANT}"
         "{more}. IsoSc*: IsoScore*, 0 for one direction, 1 for a ball. Δ: its change in thousandths when the proxy (tan) "
         "or a random normal (rand) is removed. Medians in the last row."
     ).replace("{more}", _WIDE_LEGEND if width >= WIDE else "")
