@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,12 +9,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tangent_lens.measures.energy import monte_carlo_p
-from tangent_lens.measures.report import library_versions
+from tangent_lens.measures.energy import monte_carlo_p, sample_mean, sample_sd
+from tangent_lens.measures.report import library_versions, now
 from tangent_lens.models.protocol import Model, ModelDescription
 from tangent_lens.models.state import evaluation_mode, frozen_parameters
 from tangent_lens.progress import Progress
@@ -65,12 +63,12 @@ class Ablation:
     @property
     def random_mean(self) -> float:
         """Mean change without a random normal."""
-        return float(np.mean(self.random))
+        return sample_mean(self.random)
 
     @property
     def random_sd(self) -> float:
         """Standard deviation of the sampled controls (n - 1)."""
-        return float(np.std(self.random, ddof=1)) if len(self.random) > 1 else float("nan")
+        return sample_sd(self.random)
 
     @property
     def ratio(self) -> float | None:
@@ -191,7 +189,7 @@ def measure_ablation(
         about=about,
         ablations=tuple(_ablation(site, subspace, variants, means) for site, subspace in subspaces.items()),
         versions=library_versions(),
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=now(),
     )
 
 

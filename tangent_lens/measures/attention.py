@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tangent_lens.measures.energy import monte_carlo_p
+from tangent_lens.measures.energy import monte_carlo_p, sample_mean, sample_sd
 from tangent_lens.showing import Shown
 
 Array = np.ndarray
@@ -129,12 +129,12 @@ class AttentionDominance(Shown):
     @property
     def random_mean(self) -> tuple[float, ...]:
         """Mean D of the random normals."""
-        return tuple(_mean(values) for values in self.random)
+        return tuple(sample_mean(values) for values in self.random)
 
     @property
     def random_sd(self) -> tuple[float, ...]:
         """Standard deviation of D over the random normals (n - 1)."""
-        return tuple(_deviation(values) for values in self.random)
+        return tuple(sample_sd(values) for values in self.random)
 
     @property
     def p_value(self) -> tuple[float, ...]:
@@ -144,12 +144,12 @@ class AttentionDominance(Shown):
     @property
     def random_kl_mean(self) -> tuple[float, ...]:
         """Mean divergence of the random normals, in nats."""
-        return tuple(_mean(values) for values in self.random_kl)
+        return tuple(sample_mean(values) for values in self.random_kl)
 
     @property
     def random_kl_sd(self) -> tuple[float, ...]:
         """Standard deviation of the divergence over the random normals (n - 1)."""
-        return tuple(_deviation(values) for values in self.random_kl)
+        return tuple(sample_sd(values) for values in self.random_kl)
 
     @property
     def kl_p_value(self) -> tuple[float, ...]:
@@ -158,11 +158,11 @@ class AttentionDominance(Shown):
 
     def random_share_mean(self, name: str) -> tuple[float, ...]:
         """Mean of one share over the random normals."""
-        return tuple(_mean(values) for values in self.random_shares[name])
+        return tuple(sample_mean(values) for values in self.random_shares[name])
 
     def random_share_sd(self, name: str) -> tuple[float, ...]:
         """Standard deviation of one share over the random normals (n - 1)."""
-        return tuple(_deviation(values) for values in self.random_shares[name])
+        return tuple(sample_sd(values) for values in self.random_shares[name])
 
     def share_p_value(self, name: str) -> tuple[float, ...]:
         """(1 + #{random share >= share}) / (m + 1)."""
@@ -339,11 +339,3 @@ def _p_values(observed: Sequence[float], controls: Sequence[Sequence[float]]) ->
         monte_carlo_p(value, others) if others and not math.isnan(value) else math.nan
         for value, others in zip(observed, controls, strict=True)
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else math.nan
-
-
-def _deviation(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 
 from tangent_lens.measures.analysis import concentration_warnings, summarise_space
@@ -10,7 +9,7 @@ from tangent_lens.measures.attention_report import AttentionReport, AttentionSet
 from tangent_lens.measures.attention_rows import ChosenRows
 from tangent_lens.measures.attention_run import frequency_buckets, record_attention
 from tangent_lens.measures.plan import check_proxies
-from tangent_lens.measures.report import CorpusDescription, library_versions
+from tangent_lens.measures.report import CorpusDescription, library_versions, now
 from tangent_lens.models.attention import attention_reader
 from tangent_lens.models.protocol import Model, width_of
 from tangent_lens.progress import Progress
@@ -79,16 +78,13 @@ def measure_attention(
     spaces = tuple(summarise_space(site, record, proxies[site]) for site, record in activations.items())
     return AttentionReport(
         model=model.description,
-        corpus=CorpusDescription(
-            name=corpus.name,
-            fit_sequences=len(fit.sequences),
-            test_sequences=len(test.sequences),
-            fit_tokens=fit.tokens,
-            test_tokens=test.tokens,
+        corpus=CorpusDescription.of(
+            corpus,
+            fit,
+            test,
             fit_rows=next(iter(activations.values())).moments.count,
             test_rows=max(found[0].rows),
             loss=None,
-            left_out=corpus.left_out,
         ),
         settings=settings,
         layers=found,
@@ -96,7 +92,7 @@ def measure_attention(
         worst_sum=worst,
         warnings=(*corpus.warnings(settings.prepend_bos), *concentration_warnings(spaces)),
         versions=library_versions(),
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=now(),
         subspaces={site.name: proxy for site, proxy in proxies.items()},
     )
 

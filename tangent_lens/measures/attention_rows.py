@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tangent_lens.models.protocol import Batch
-from tangent_lens.recording.row_choice import sequence_number
+from tangent_lens.recording.row_choice import sequence_number, sequence_numbers
 
 # Within a chosen sequence one row of this many. The keys of a sequence are split for all of its rows, so that fewer
 # sequences cost less, and more of them say more.
@@ -44,10 +44,7 @@ class ChosenRows:
     def __call__(self, batch: Batch) -> Bool[Tensor, "batch pos"]:
         """The chosen ones among the kept rows of a batch, on the CPU."""
         mask = batch.attention_mask.cpu()
-        tokens = batch.tokens.cpu().numpy()
-        numbers = torch.tensor([sequence_number(row[own]) for row, own in zip(tokens, mask.numpy(), strict=True)])[
-            :, None
-        ]
+        numbers = sequence_numbers(batch)[:, None]
         places = mask.cumsum(dim=1) - 1 + numbers
         return batch.keep.cpu() & (numbers <= self.last) & (places % self.apart == 0)
 

@@ -96,7 +96,7 @@ def _first_of_equals(rows: Float[Tensor, "n d"]) -> Int[Tensor, " m"]:
 
     centred = rows - rows.mean(dim=0)
     radius = _ROUNDING * float(centred.square().sum(dim=1).mean().sqrt())
-    # One direction tells almost all rows apart; the others are compared only where it does not.
+    # Four directions tell almost all rows apart; whole rows are compared only where these do not.
     along = torch.linalg.svd(centred[: 4 * len(rows[0])], full_matrices=False).Vh[:4]
     pairs = KDTree((centred @ along.T).numpy()).query_pairs(radius, output_type="ndarray")
     near = torch.from_numpy(pairs).long()

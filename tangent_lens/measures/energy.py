@@ -62,12 +62,12 @@ class EnergyTest(Shown):
     @property
     def random_mean(self) -> float:
         """Mean of the sampled controls."""
-        return float(np.mean(self.random))
+        return sample_mean(self.random)
 
     @property
     def random_sd(self) -> float:
         """Standard deviation of the sampled controls (n - 1)."""
-        return float(np.std(self.random, ddof=1)) if len(self.random) > 1 else float("nan")
+        return sample_sd(self.random)
 
     @property
     def trailing_ratio(self) -> float | None:
@@ -282,6 +282,16 @@ def energy_test(
         signal_lift=None if shuffled is None else _ratio(energy, shuffled),
         exact_p_value=random_normal_p_value(energy, matrix, tangent.basis),
     )
+
+
+def sample_mean(values: Sequence[float]) -> float:
+    """Not a number of none."""
+    return float(np.mean(values)) if len(values) else math.nan
+
+
+def sample_sd(values: Sequence[float]) -> float:
+    """With n - 1; not a number of fewer than two."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
 def monte_carlo_p(observed: float, controls: Sequence[float], tie: float = 1e-12) -> float:

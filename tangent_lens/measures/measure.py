@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping
 
 from tangent_lens.measures.analysis import (
@@ -13,7 +12,7 @@ from tangent_lens.measures.analysis import (
     summarise_space,
 )
 from tangent_lens.measures.plan import Plan, check_proxies
-from tangent_lens.measures.report import CorpusDescription, Report, Settings, library_versions
+from tangent_lens.measures.report import CorpusDescription, Report, Settings, library_versions, now
 from tangent_lens.measures.uncertainty import check_kept_rows, with_adjusted_p_values, with_uncertainty
 from tangent_lens.models.protocol import Model
 from tangent_lens.progress import Progress
@@ -83,23 +82,20 @@ def measure_model(
     spaces = tuple(summarise_space(site, record, proxies[site]) for site, record in activations.items())
     return Report(
         model=model.description,
-        corpus=CorpusDescription(
-            name=corpus.name,
-            fit_sequences=len(fit.sequences),
-            test_sequences=len(test.sequences),
-            fit_tokens=fit.tokens,
-            test_tokens=test.tokens,
+        corpus=CorpusDescription.of(
+            corpus,
+            fit,
+            test,
             fit_rows=next(iter(activations.values())).moments.count,
             test_rows=recorded.rows,
             loss=recorded.loss,
             loss_unit=loss.unit,
-            left_out=corpus.left_out,
         ),
         settings=settings,
         spaces=spaces,
         measurements=with_adjusted_p_values(measurements),
         warnings=(*corpus.warnings(settings.prepend_bos), *plan.warnings, *concentration_warnings(spaces)),
         versions=library_versions(),
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=now(),
         subspaces={site.name: proxy for site, proxy in proxies.items()},
     )

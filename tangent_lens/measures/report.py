@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -15,6 +16,8 @@ from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.spectrum import Spectrum
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, ModelDescription
+from tangent_lens.recording.corpus import Corpus
+from tangent_lens.recording.inputs import InputCorpus
 from tangent_lens.showing import Shown
 from tangent_lens.subspaces.subspace import Subspace
 
@@ -86,6 +89,21 @@ class CorpusDescription:
     loss: float | None
     left_out: tuple[str, ...] = ()
     loss_unit: str = "token"
+
+    @classmethod
+    def of(
+        cls, corpus: Corpus | InputCorpus, fit: Corpus | InputCorpus, test: Corpus | InputCorpus, **measured: Any
+    ) -> CorpusDescription:
+        """Of a corpus and its two parts; ``measured`` are rows and loss."""
+        return cls(
+            name=corpus.name,
+            fit_sequences=len(fit.sequences),
+            test_sequences=len(test.sequences),
+            fit_tokens=fit.tokens,
+            test_tokens=test.tokens,
+            left_out=corpus.left_out,
+            **measured,
+        )
 
 
 @dataclass(frozen=True)
@@ -232,6 +250,11 @@ class MapsView(Shown):
     """A report seen map by map; it shows itself as a table."""
 
     report: Report
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def library_versions() -> dict[str, str]:

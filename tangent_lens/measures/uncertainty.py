@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from tangent_lens.measures.bootstrap import Interval, Statistic, Uncertainty, adjusted_p_values, bootstrap
 from tangent_lens.measures.energy import lift_of
@@ -101,16 +102,19 @@ _HEADS = ("query", "key", "value")
 
 
 def _of_rows(record: GradientRecord, one: Measurement, tangent: Subspace, settings: Settings) -> Uncertainty:
-    kept = {site.name: rows for site, rows in record.kept_gradients.items()}
-    rows, sequences = kept[one.site]
+    rows, sequences = _at(record.kept_gradients, one.site)
     form = RowsBySequence.of(rows, sequences, tangent.basis)
     delta = None if settings.shrinkage else _bootstrap(form.delta_iso, form.sequences, settings)
     return replace(_intervals(form, tangent, settings), delta_iso_interval=delta)
 
 
 def _form(record: GradientRecord, one: Measurement, tangent: Subspace) -> WeightsBySequence:
-    inputs, sequences = {site.name: rows for site, rows in record.kept_inputs.items()}[one.site]
+    inputs, sequences = _at(record.kept_inputs, one.site)
     return WeightsBySequence.of(inputs, record.kept_signals[one.name], sequences, tangent.basis)
+
+
+def _at(kept: Mapping[Site, tuple[Tensor, Tensor]], name: str) -> tuple[Tensor, Tensor]:
+    return next(rows for site, rows in kept.items() if site.name == name)
 
 
 def _pooled(

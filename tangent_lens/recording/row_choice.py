@@ -71,9 +71,7 @@ class RowChoice:
             # Nothing but the order tells the rows of a batch of somebody's own apart.
             own = torch.arange(tensor[..., 0].numel()).view(tensor.shape[:-1]) + (self.first << 32)
         else:
-            pairs = zip(self.batch.tokens.cpu().numpy(), self.batch.attention_mask.cpu().numpy(), strict=True)
-            sequences = torch.tensor([sequence_number(tokens[mask]) for tokens, mask in pairs])
-            own = (sequences[:, None] << 24) + self.batch.positions.cpu()
+            own = (sequence_numbers(self.batch)[:, None] << 24) + self.batch.positions.cpu()
         numbers = mixed(self._by_row(own).numpy().astype(np.uint64) ^ mixed(np.array([seed % 2**64], dtype=np.uint64)))
         return torch.from_numpy((numbers >> np.uint64(1)).astype(np.int64))
 
@@ -84,6 +82,12 @@ class RowChoice:
 def sequence_number(tokens: np.ndarray) -> int:
     """Between 0 and 2^32, as good as random, and decided by the tokens alone."""
     return zlib.crc32(np.ascontiguousarray(tokens, dtype=np.int64).tobytes())
+
+
+def sequence_numbers(batch: Batch) -> Int[Tensor, " batch"]:
+    """The number of every sequence of a batch, whatever its padding."""
+    pairs = zip(batch.tokens.cpu().numpy(), batch.attention_mask.cpu().numpy(), strict=True)
+    return torch.tensor([sequence_number(tokens[mask]) for tokens, mask in pairs])
 
 
 def mixed(numbers: np.ndarray) -> np.ndarray:
