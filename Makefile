@@ -13,7 +13,7 @@ matrix_tests = tests/models/test_hooked_transformer.py tests/models/test_traps.p
 cells = build/conformance
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix conformance lint format bench build clean
+.PHONY: help setup demo test test-matrix test-ndif conformance lint format bench build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,11 @@ test: lint ## lint, check types and run the tests
 
 test-matrix: ## run the backends' tests beside the newest TransformerLens 2 and 3 (MATRIX="--only 2,3 --fresh")
 	$(matrix) python -m pytest $(matrix_tests)
+
+test-ndif: ## run remote traces on a real NDIF server, which is started here without a GPU
+	@$(environment) test
+	@$(PYTHON) packaging/ndif.py
+	$(python) -m pytest -m ndif tests/integration
 
 conformance: ## compare every model family in every library with plain HuggingFace, beside every TransformerLens
 	@$(environment) test
@@ -51,13 +56,14 @@ format: ## repair style and formatting
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
 
-bench: ## measure recording, isotropy, attention, controls and semi-NMF against the alternatives
+bench: ## measure recording, isotropy, attention, controls, semi-NMF and sketches against the alternatives
 	@$(environment) bench
 	$(python) benchmarks/recording.py
 	$(python) benchmarks/isotropy.py
 	$(python) benchmarks/attention.py
 	$(python) benchmarks/controls.py
 	$(python) benchmarks/semi_nmf.py
+	$(python) benchmarks/sketch.py
 
 build: ## build the wheel and the source archive into dist/
 	@$(environment) test
