@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from tangent_lens.measures.analysis import whole_moments
 from tangent_lens.measures.cosine import mean_cosine_of
 from tangent_lens.measures.dimension import IntrinsicDimension, intrinsic_dimension
 from tangent_lens.measures.isotropy import iso_score
@@ -92,7 +93,7 @@ def shapes_of(
 
 def _shape_of(site: Site, record: ActivationRecord, dimensions: Sequence[str]) -> ActivationShape:
     assert record.sample is not None
-    covariance, rows = record.moments.covariance(), record.sample.rows
+    covariance, rows = whole_moments(record).covariance(), record.sample.rows
     return ActivationShape(
         site=site.name,
         layer=site.layer,

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -18,12 +19,15 @@ from tangent_lens.progress import NoProgress, Progress
 from tangent_lens.recording.moments import ProjectedSums, SecondMoments
 from tangent_lens.recording.passes import ActivationRecord, GradientRecord
 from tangent_lens.recording.receivers import WeightGradient
+from tangent_lens.recording.sketch_receivers import SketchedWeight
 from tangent_lens.sites import Site
 from tangent_lens.subspaces.controls import random_normals
 from tangent_lens.subspaces.fits import fit_pca
 from tangent_lens.subspaces.methods import fit, needs_rows
 from tangent_lens.subspaces.ranks import known_rank
 from tangent_lens.subspaces.subspace import Subspace
+
+_Weight = TypeVar("_Weight", WeightGradient, SketchedWeight)
 
 # From this share on, "most of the variance" sits in one position or one dimension.
 _MOST = 0.5
@@ -39,8 +43,8 @@ class _Proxy:
 
 def summarise_space(site: Site, record: ActivationRecord, tangent: Subspace) -> Space:
     """The shape of one site's activations on the fit split."""
-    covariance = record.moments.covariance()
-    top, top_share, top_rows = _top_position(record)
+    covariance = whole_moments(record).covariance()
+    top, top_share, top_rows = top_position(record)
     return Space(
         site=site.name,
         layer=site.layer,
@@ -54,7 +58,20 @@ def summarise_space(site: Site, record: ActivationRecord, tangent: Subspace) -> 
     )
 
 
-def _top_position(record: ActivationRecord) -> tuple[int, float, float]:
+def whole_moments(record: ActivationRecord) -> SecondMoments:
+    """The moments of a recording that was not sketched.
+
+    Raises:
+        ValueError: it was.
+    """
+    if not isinstance(record.moments, SecondMoments):
+        raise ValueError(
+            f"{record.moments.name}: this needs whole moments, and a sketch was recorded; record without one"
+        )
+    return record.moments
+
+
+def top_position(record: ActivationRecord) -> tuple[int, float, float]:
     """The early position that holds most of the variance, its share of it, and its share of the rows."""
     if record.positions is None:
         return 0, 0.0, 1.0
@@ -74,10 +91,10 @@ def fit_proxies(records: Mapping[Site, ActivationRecord], settings: Settings) ->
 
 def _fitted(record: ActivationRecord, settings: Settings) -> Subspace:
     if not needs_rows(settings.fit):
-        return fit_pca(record.moments, settings.rank, center=settings.center)
+        return fit_pca(whole_moments(record), settings.rank, center=settings.center)
     assert record.sample is not None
     # A share or a rule speaks of the variances; the method then fits as many directions as PCA would take.
-    rank = known_rank(settings.rank) or fit_pca(record.moments, settings.rank, center=settings.center).rank
+    rank = known_rank(settings.rank) or fit_pca(whole_moments(record), settings.rank, center=settings.center).rank
     return fit(settings.fit, record.sample, rank, seed=settings.seed)
 
 
@@ -119,12 +136,9 @@ def measure_gradients(
     try:
         for site, moments in record.moments.items():
             proxy = _with_controls(site, proxies[site], settings)
-            # A site and a map can both be called query.3; the map keeps the plain name.
-            name = f"{site.name} (residual)" if site.kind in ATTENTION_MAPS else site.name
-            place = (name, site.kind, site.layer, site.name, site.name, False)
-            measurements.append(_measurement("residual", *place, moments.gradients, proxy, settings))
+            measurements.append(_measurement(*residual_place(site), moments.gradients, proxy, settings))
             progress.advance()
-        for site, weights in _by_input(record.weights):
+        for site, weights in by_input(record.weights):
             fit_site = fit_site_of[site]
             proxy = _with_controls(fit_site, proxies[fit_site], settings)
             measurements += _weight_measurements(site, fit_site, weights, record.inputs[site], proxy, settings)
@@ -140,7 +154,8 @@ def _with_controls(site: Site, tangent: Subspace, settings: Settings) -> _Proxy:
     return _Proxy(tangent, random_normals(tangent, settings.controls, seed))
 
 
-def _by_input(weights: Iterable[WeightGradient]) -> list[tuple[Site, list[WeightGradient]]]:
+def by_input(weights: Iterable[_Weight]) -> list[tuple[Site, list[_Weight]]]:
+    """Weight gradients grouped by the site that their maps read."""
     ordered = sorted(weights, key=lambda weight: weight.reads.order)
     return [(site, list(group)) for site, group in groupby(ordered, key=lambda weight: weight.reads)]
 
@@ -160,13 +175,33 @@ def _weight_measurements(
     for weight in weights:
         rows = SecondMoments.of(weight.gradient.cpu(), name=f"weight gradient {weight.name}")
         signals = BackwardSignals.of(weight.signal_sum, weight.signal_square_sum, inputs)
-        place = (weight.name, weight.kind, weight.layer, site.name, fit_site.name, False)
-        measured.append(_measurement("weight", *place, rows, proxy, settings, [signals]))
+        measured.append(_measurement(*weight_place(weight, fit_site), rows, proxy, settings, [signals]))
         together.merge(rows)
         all_signals.append(signals)
+    place = pooled_place(site, fit_site, weights)
+    return [_measurement(*place, together, proxy, settings, all_signals), *measured]
+
+
+# The first fields of a Measurement: gradient, name, kind, layer, site, fit_site, pooled.
+Place = tuple[str, str, str, int | None, str, str, bool]
+
+
+def residual_place(site: Site) -> Place:
+    """Of the gradient of a site's rows."""
+    # A site and a map can both be called query.3; the map keeps the plain name.
+    name = f"{site.name} (residual)" if site.kind in ATTENTION_MAPS else site.name
+    return "residual", name, site.kind, site.layer, site.name, site.name, False
+
+
+def weight_place(weight: WeightGradient | SketchedWeight, fit_site: Site) -> Place:
+    """Of the gradient of one map."""
+    return "weight", weight.name, weight.kind, weight.layer, weight.reads.name, fit_site.name, False
+
+
+def pooled_place(site: Site, fit_site: Site, weights: Sequence[WeightGradient | SketchedWeight]) -> Place:
+    """Of the gradients of all maps that read a site."""
     kind = "attention" if weights[0].kind in ATTENTION_MAPS else "mlp"
-    place = (f"{kind}.{site.layer}", kind, site.layer, site.name, fit_site.name, True)
-    return [_measurement("weight", *place, together, proxy, settings, all_signals), *measured]
+    return "weight", f"{kind}.{site.layer}", kind, site.layer, site.name, fit_site.name, True
 
 
 def _measurement(

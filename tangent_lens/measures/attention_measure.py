@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tangent_lens.measures.analysis import concentration_warnings, summarise_space
+from tangent_lens.measures.analysis import concentration_warnings, summarise_space, whole_moments
 from tangent_lens.measures.attention_report import AttentionReport, AttentionSettings
 from tangent_lens.measures.attention_rows import ChosenRows
 from tangent_lens.measures.attention_run import frequency_buckets, record_attention
@@ -57,7 +57,8 @@ def measure_attention(
         model, fit.batches(settings.batch_size, **batching), sites, progress=progress, tokens=fit.tokens
     )
     proxies = {
-        site: fit_pca(record.moments, settings.rank, center=settings.center) for site, record in activations.items()
+        site: fit_pca(whole_moments(record), settings.rank, center=settings.center)
+        for site, record in activations.items()
     }
     check_proxies(proxies)
     buckets, labels = None, ()

@@ -20,7 +20,7 @@ from tangent_lens.subspaces.controls import check_normal_controls_fit, normal_fr
 from tangent_lens.subspaces.subspace import Subspace, check_orthonormal
 
 # In fewer, the bounds of the energy shape its law more than its first three moments do.
-_FEWEST_DIMENSIONS = 6
+FEWEST_DIMENSIONS = 6
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,6 +41,7 @@ class EnergyTest(Shown):
         alignment: energy / oracle.
         shuffled: expected E when backward signals are permuted over rows (``weight`` gradients only).
         signal_lift: energy / shuffled: above 1, the signals prefer the tangent beyond what the inputs force.
+        standard_error: of ``energy`` where a sketch estimated it (0 where the sketch gives it exactly); None of whole sums.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class EnergyTest(Shown):
     shuffled: float | None = None
     signal_lift: float | None = None
     exact_p_value: float | None = None
+    standard_error: float | None = None
 
     @property
     def random_mean(self) -> float:
@@ -72,12 +74,12 @@ class EnergyTest(Shown):
     @property
     def trailing_ratio(self) -> float | None:
         """energy / trailing: the ratio that the paper's deterministic control gives."""
-        return None if self.trailing is None else _ratio(self.energy, self.trailing)
+        return None if self.trailing is None else ratio(self.energy, self.trailing)
 
     @property
     def following_ratio(self) -> float | None:
         """energy / following: against the hardest rival."""
-        return None if self.following is None else _ratio(self.energy, self.following)
+        return None if self.following is None else ratio(self.energy, self.following)
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,14 @@ def random_normal_moments(second_moment: Float[Tensor, "d d"], basis: Float[Tens
     if trace < CANCELLATION:
         rest = without(matrix, basis)
         trace, square = max(float(rest.diagonal().sum()), 0.0), float(rest.square().sum())
+    return k * trace / n, math.sqrt(haar_variance(k, n, trace, square))
+
+
+def haar_variance(k: int, n: int, trace: float, square: float) -> float:
+    """Variance of tr(N^T B N) over Haar-random k-frames N in n dimensions, from tr(B) and tr(B^2)."""
     if n == 1:
-        return trace, 0.0
-    variance = 2 * k * (n - k) / (n**2 * (n + 2) * (n - 1)) * (n * square - trace**2)
-    return k * trace / n, math.sqrt(max(variance, 0.0))
+        return 0.0
+    return max(2 * k * (n - k) / (n**2 * (n + 2) * (n - 1)) * (n * square - trace**2), 0.0)
 
 
 def random_normal_skewness(second_moment: Float[Tensor, "d d"], basis: Float[Tensor, "d k"]) -> float | None:
@@ -170,13 +176,17 @@ def random_normal_skewness(second_moment: Float[Tensor, "d d"], basis: Float[Ten
     squares = spread.square().sum()
     if float(squares.sqrt()) <= 1e-12 or n == k:
         return None
-    if n == 2 * k:
-        return 0.0
     # One scale, so that no power of a small spread underflows.
     spread = spread / squares.sqrt()
-    cubes = float(((spread @ spread) * spread).sum())
-    variance = 2 * k * (n - k) / (n * (n - 1) * (n + 2))
-    return 8 * k * (n - k) * (n - 2 * k) * cubes / (n * (n - 1) * (n - 2) * (n + 2) * (n + 4)) / variance**1.5
+    return haar_skewness(k, n, 1.0, float(((spread @ spread) * spread).sum()))
+
+
+def haar_skewness(k: int, n: int, square: float, cube: float) -> float:
+    """Skewness of tr(N^T B N) over Haar-random k-frames N in n dimensions, from tr(B_0^2) and tr(B_0^3)."""
+    if n == 2 * k:
+        return 0.0
+    variance = 2 * k * (n - k) * square / (n * (n - 1) * (n + 2))
+    return 8 * k * (n - k) * (n - 2 * k) * cube / (n * (n - 1) * (n - 2) * (n + 2) * (n + 4)) / variance**1.5
 
 
 def random_normal_p_value(
@@ -196,13 +206,13 @@ def random_normal_p_value(
     """
     d, k = basis.shape
     skewness = random_normal_skewness(second_moment, basis)
-    if skewness is None or d - k < _FEWEST_DIMENSIONS:
+    if skewness is None or d - k < FEWEST_DIMENSIONS:
         return None
     mean, sd = random_normal_moments(second_moment, basis)
-    return max(_upper_tail((energy - mean) / sd, max(skewness, 0.0)), sys.float_info.min)
+    return max(upper_tail((energy - mean) / sd, max(skewness, 0.0)), sys.float_info.min)
 
 
-def _upper_tail(z: float, skewness: float) -> float:
+def upper_tail(z: float, skewness: float) -> float:
     """P(Z >= z) of the Pearson type III (shifted gamma) law of mean 0, variance 1 and this skewness >= 0."""
     from scipy.special import gammaincc, ndtr
 
@@ -279,7 +289,7 @@ def energy_test(
         oracle=oracle,
         alignment=energy / oracle,
         shuffled=shuffled,
-        signal_lift=None if shuffled is None else _ratio(energy, shuffled),
+        signal_lift=None if shuffled is None else ratio(energy, shuffled),
         exact_p_value=random_normal_p_value(energy, matrix, tangent.basis),
     )
 
@@ -324,8 +334,8 @@ def _checked(matrix: Tensor, d: int, name: str = "the gradient") -> Tensor:
     return matrix
 
 
-def _ratio(above: float, below: float) -> float | None:
-    """None where both are zero: nothing against nothing is no preference."""
+def ratio(above: float, below: float) -> float | None:
+    """above / below; None where both are zero: nothing against nothing is no preference."""
     if below > 0:
         return above / below
     return math.inf if above > 0 else None

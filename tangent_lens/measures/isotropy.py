@@ -28,6 +28,7 @@ class IsotropyTest(Shown):
         trailing: the same for the least-variance directions; None if the fit could not determine them.
         shrinkage: zeta of the shrinkage towards the trace-matched identity, 0 for none.
         dimension: d after a removal counts as ``ambient`` (d) or ``complement`` (d - k).
+        standard_error, delta_standard_error: of ``score`` and ``delta`` where a sketch estimated them; None where exact.
     """
 
     score: float
@@ -37,6 +38,8 @@ class IsotropyTest(Shown):
     trailing: float | None
     shrinkage: float
     dimension: str
+    standard_error: float | None = None
+    delta_standard_error: float | None = None
 
     @property
     def random_mean(self) -> float:
@@ -60,7 +63,7 @@ def iso_score(
     Raises:
         ValueError: C is zero, not finite, not square, or smaller than 2 x 2; or zeta is outside [0, 1].
     """
-    _check_shrinkage(shrinkage)
+    check_shrinkage(shrinkage)
     if reference is not None:
         own, other = as_float64(covariance), as_float64(reference)
         if other.shape != own.shape:
@@ -68,7 +71,7 @@ def iso_score(
         return iso_score((1 - shrinkage) * own + shrinkage * other)
     matrix = _checked(covariance)
     trace, square = _trace_and_square(matrix)
-    return _score(trace, _shrunk(square, trace, len(matrix), shrinkage), len(matrix))
+    return score_of(trace, shrunk(square, trace, len(matrix), shrinkage), len(matrix))
 
 
 def iso_score_without(
@@ -88,7 +91,7 @@ def iso_score_without(
     if dimension not in ("ambient", "complement"):
         raise ValueError(f"dimension {dimension!r} must be 'ambient' (d) or 'complement' (d - k)")
     matrix, frames = _checked(covariance), as_float64(frames)
-    _check_shrinkage(shrinkage)
+    check_shrinkage(shrinkage)
     if frames.ndim != 3 or frames.shape[1] != len(matrix):
         raise ValueError(
             f"frames are (m, {len(matrix)}, k), not of shape {tuple(frames.shape)}; one basis is basis[None]"
@@ -109,7 +112,7 @@ def iso_score_without(
         raise ValueError(f"removing {k} directions leaves no variance, so no isotropy; use a smaller rank")
     return torch.stack(
         [
-            torch.tensor(_score(float(t), _shrunk(float(s), float(t), left, shrinkage), left), dtype=torch.float64)
+            torch.tensor(score_of(float(t), shrunk(float(s), float(t), left, shrinkage), left), dtype=torch.float64)
             for t, s in zip(traces, squares, strict=True)
         ]
     )
@@ -156,11 +159,12 @@ def isotropy_test(
     )
 
 
-def _score(trace: float, square: float, d: int) -> float:
+def score_of(trace: float, square: float, d: int) -> float:
+    """IsoScore* from tr(C) and |C|_F^2."""
     return min(max((trace**2 / square - 1) / (d - 1), 0.0), 1.0)
 
 
-def _shrunk(square: float, trace: float, d: int, zeta: float) -> float:
+def shrunk(square: float, trace: float, d: int, zeta: float) -> float:
     """|(1 - zeta) C + zeta tr(C)/d I|_F^2; the trace stays as it is."""
     return (1 - zeta) ** 2 * square + (2 * zeta * (1 - zeta) + zeta**2) * trace**2 / d
 
@@ -177,6 +181,7 @@ def _checked(covariance: Tensor, name: str = "this covariance") -> Tensor:
     return matrix / matrix.diagonal().sum()
 
 
-def _check_shrinkage(zeta: float) -> None:
+def check_shrinkage(zeta: float) -> None:
+    """Refuse a zeta outside [0, 1]."""
     if not 0 <= zeta <= 1:
         raise ValueError(f"shrinkage {zeta} must lie between 0 (none) and 1")

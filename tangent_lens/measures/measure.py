@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tangent_lens.measures.analysis import (
     concentration_warnings,
@@ -13,13 +14,23 @@ from tangent_lens.measures.analysis import (
 )
 from tangent_lens.measures.plan import Plan, check_proxies
 from tangent_lens.measures.report import CorpusDescription, Report, Settings, library_versions, now
+from tangent_lens.measures.sketched_analysis import (
+    fit_sketched_proxies,
+    gradient_sketch,
+    measure_sketched_gradients,
+    record_sketched_activations,
+    summarise_sketched_space,
+)
+from tangent_lens.measures.statistics_choice import SKETCH, choose_statistics
 from tangent_lens.measures.uncertainty import check_kept_rows, with_adjusted_p_values, with_uncertainty
 from tangent_lens.models.protocol import Model
 from tangent_lens.progress import Progress
 from tangent_lens.recording.corpus import Corpus
 from tangent_lens.recording.inputs import InputCorpus
 from tangent_lens.recording.losses import Loss
-from tangent_lens.recording.passes import record_activations, record_gradients
+from tangent_lens.recording.passes import ActivationRecord, record_activations, record_gradients
+from tangent_lens.recording.sketch_receivers import ActivationSketch
+from tangent_lens.sites import Site
 from tangent_lens.subspaces.methods import needs_rows
 from tangent_lens.subspaces.subspace import Subspace
 
@@ -35,7 +46,8 @@ def measure_model(
     pad_id: int = 0,
     progress: Progress | None = None,
 ) -> Report:
-    """Two passes: forward over the fit sequences, forward and backward over the test sequences.
+    """Two passes: forward over the fit sequences, forward and backward over the test sequences. (Sketches are fitted on two
+    passes over the fit sequences: the first finds where to look.)
 
     Args:
         subspaces: by site name, instead of fitting any; the fit sequences then tell the shape of the activations alone.
@@ -44,6 +56,7 @@ def measure_model(
     Raises:
         ValueError: settings or subspaces that do not fit the model or the corpus.
     """
+    settings = replace(settings, statistics=choose_statistics(model, plan, settings))
     fit, test = corpus.split(settings.fit_fraction, settings.seed)
     if settings.bootstrap:
         check_kept_rows(model.description, plan.residual_sites, plan.maps, test.tokens)
@@ -53,17 +66,24 @@ def measure_model(
         "skip_first": settings.skip_first,
         "skip_special": settings.skip_special,
     }
-    activations = record_activations(
-        model,
-        fit.batches(settings.batch_size, **batching),
-        plan.fit_sites,
-        loss=loss,
-        sample=settings.fit_rows if subspaces is None and needs_rows(settings.fit) else 0,
-        seed=settings.seed,
-        progress=progress,
-        tokens=fit.tokens,
-    )
-    proxies = fit_proxies(activations, settings) if subspaces is None else given_proxies(plan.fit_sites, subspaces)
+    given = None if subspaces is None else given_proxies(plan.fit_sites, subspaces)
+    sketched = settings.statistics == SKETCH
+
+    def pass_of_fit(sketch: ActivationSketch | None = None) -> dict[Site, ActivationRecord]:
+        return record_activations(
+            model,
+            fit.batches(settings.batch_size, **batching),
+            plan.fit_sites,
+            loss=loss,
+            sample=settings.fit_rows if given is None and needs_rows(settings.fit) else 0,
+            seed=settings.seed,
+            sketch=sketch,
+            progress=progress,
+            tokens=fit.tokens,
+        )
+
+    activations = record_sketched_activations(pass_of_fit, settings, given) if sketched else pass_of_fit()
+    proxies = given or (fit_sketched_proxies if sketched else fit_proxies)(activations, settings)
     check_proxies(proxies)
     recorded = record_gradients(
         model,
@@ -73,13 +93,18 @@ def measure_model(
         loss=loss,
         input_bases={reads: proxies[site].basis for reads, site in plan.fit_site_of.items()},
         keep_rows=settings.bootstrap > 0,
+        sketch=gradient_sketch(plan.residual_sites, plan.fit_site_of, proxies, settings, model.device)
+        if sketched
+        else None,
         progress=progress,
         tokens=test.tokens,
     )
-    measurements = measure_gradients(recorded, proxies, plan.fit_site_of, settings, progress)
+    measured = measure_sketched_gradients if sketched else measure_gradients
+    measurements = measured(recorded, proxies, plan.fit_site_of, settings, progress)
     if settings.bootstrap:
         measurements = with_uncertainty(measurements, recorded, proxies, settings, progress)
-    spaces = tuple(summarise_space(site, record, proxies[site]) for site, record in activations.items())
+    summarised = summarise_sketched_space if sketched else summarise_space
+    spaces = tuple(summarised(site, record, proxies[site]) for site, record in activations.items())
     return Report(
         model=model.description,
         corpus=CorpusDescription.of(

@@ -102,8 +102,26 @@ def _check_settings(settings: Settings) -> None:
         raise ValueError(
             f"bootstrap {settings.bootstrap} resampled corpora give no interval; use 100 or more, or 0 for none"
         )
+    if settings.statistics not in ("auto", "exact", "sketch"):
+        raise ValueError(f"statistics {settings.statistics!r} must be 'auto', 'exact' (whole sums) or 'sketch'")
+    problem = why_no_sketch(settings)
+    if settings.statistics == "sketch" and problem:
+        raise ValueError(f"statistics='sketch': {problem}, or statistics='exact'")
     if not 0 <= settings.shrinkage <= 1:
         raise ValueError(f"shrinkage {settings.shrinkage} must lie between 0 (none) and 1")
+
+
+def why_no_sketch(settings: Settings) -> str | None:
+    """What among the settings a sketch cannot serve, in a sentence; None where it can."""
+    if settings.bootstrap:
+        return f"bootstrap={settings.bootstrap} resamples whole rows, and a sketch keeps none; use bootstrap=0"
+    if settings.fit not in ("pca", "given"):
+        return f"fit={settings.fit!r} works on rows or on whole matrices; use fit='pca', or give subspaces="
+    if settings.fit == "pca" and not isinstance(known_rank(settings.rank), int):
+        return (
+            f"rank {settings.rank!r} needs the whole spectrum, and a sketch holds its leading part; give a whole number"
+        )
+    return None
 
 
 def _maps_beside_sites(model: Model, sites: Sequence[Site], kinds: Sequence[str]) -> tuple[LinearMap, ...]:

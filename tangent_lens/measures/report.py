@@ -31,7 +31,8 @@ class Settings:
 
     ``fit`` names the method of the subspaces; all but PCA work on a sample of at most ``fit_rows`` rows a site. ``rank`` may
     be a rule by name. ``bootstrap`` is the number of resampled corpora, 0 for none. ``sequence_length=None`` means 128 for
-    texts, and token ids as they are.
+    texts, and token ids as they are. ``statistics`` is what was summed: ``exact``, whole matrices, or ``sketch``; a request may
+    also say ``auto``.
     """
 
     rank: int | float | str = 16
@@ -55,6 +56,7 @@ class Settings:
     skip_special: bool = False
     batch_size: int = 8
     padding_side: str = "right"
+    statistics: str = "exact"
 
     def __post_init__(self) -> None:
         """Numbers of NumPy become Python's own, which files can hold."""
@@ -115,6 +117,7 @@ class Space:
         iso_score: IsoScore* of the activations.
         top_position, top_position_share: the early position that holds most of the variance, and how much;
             ``top_position_rows`` is the share of rows that stand there.
+        standard_error: of ``iso_score`` where a sketch estimated it; None where exact.
     """
 
     site: str
@@ -126,6 +129,7 @@ class Space:
     top_position: int
     top_position_share: float
     top_position_rows: float
+    standard_error: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -282,6 +286,7 @@ def flat_row(measurement: Measurement) -> dict[str, Any]:
         "rank": energy.rank,
         "d": energy.d,
         "energy": energy.energy,
+        "energy_standard_error": energy.standard_error,
         "lift": energy.lift,
         "signal_lift": energy.signal_lift,
         "p_value": energy.p_value,
@@ -299,7 +304,9 @@ def flat_row(measurement: Measurement) -> dict[str, Any]:
         "oracle": energy.oracle,
         "alignment": energy.alignment,
         "iso_score": isotropy.score,
+        "iso_score_standard_error": isotropy.standard_error,
         "delta_iso": isotropy.delta,
+        "delta_iso_standard_error": isotropy.delta_standard_error,
         "delta_iso_random": isotropy.random_mean,
         "delta_iso_trailing": isotropy.trailing,
         "delta_iso_p_value": isotropy.p_value,

@@ -16,7 +16,7 @@ from tangent_lens.subspaces.fits import noise_floor
 
 # Stringer et al. 2019 fit these; the first ten follow no power law, and beyond lies what the rows do not determine.
 FIRST, LAST = 11, 500
-_FEWEST = 10
+FEWEST = 10
 _NO_VARIANCE = "has no variance, so it uses no dimension; the rows are all equal"
 
 
@@ -132,10 +132,10 @@ def power_law(eigenvalues: Float[Tensor, " d"], *, first: int = FIRST, last: int
         raise ValueError(f"indices {first} to {last} are no range; eigenvalues are counted from 1, the largest")
     values = values.sort(descending=True).values
     last = min(last, int((values > noise_floor(values)).sum()))
-    if last - first + 1 < _FEWEST:
+    if last - first + 1 < FEWEST:
         raise ValueError(
             f"{max(last - first + 1, 0)} eigenvalues above the noise from index {first} on are too few for a power law, "
-            f"which needs {_FEWEST}; use more rows or a smaller first"
+            f"which needs {FEWEST}; use more rows or a smaller first"
         )
     return _fitted(values[first - 1 : last], first, last)
 
@@ -184,7 +184,7 @@ def spectrum_of(covariance: Float[Tensor, "d d"]) -> Spectrum:
     eigenvalues = torch.linalg.eigvalsh(matrix)
     eigenvalues = torch.where(eigenvalues > noise_floor(eigenvalues), eigenvalues, 0.0)
     shares = matrix.diagonal() / matrix.diagonal().sum()
-    enough = int((eigenvalues > 0).sum()) >= FIRST + _FEWEST - 1
+    enough = int((eigenvalues > 0).sum()) >= FIRST + FEWEST - 1
     law = power_law(eigenvalues) if enough else None
     return Spectrum(
         d=len(matrix),

@@ -188,6 +188,11 @@ class ProjectedSums:
                 self._along += float(torch.linalg.vector_norm(chunk @ basis)) ** 2
                 self.count += len(chunk)
 
+    def join(self, count: int, total: Float[Tensor, " d"], squares: float, along: float) -> None:
+        """Add the sums of rows that were projected on the same basis elsewhere."""
+        self.count, self._sum = self.count + count, self._sum + total
+        self._total, self._along = self._total + squares, self._along + along
+
     def sum(self) -> Float[Tensor, " d"]:
         """Sum of the rows."""
         return self._sum

@@ -21,6 +21,7 @@ from tangent_lens.recording.moments import (
     full_precision,
 )
 from tangent_lens.recording.row_choice import RowChoice
+from tangent_lens.recording.sketch import SketchedMoments
 from tangent_lens.recording.taps import GradientNeverCame, GradientReceiver, SiteNeverFired
 from tangent_lens.sites import Site
 
@@ -51,11 +52,11 @@ class PositionVariance:
         self.sum.index_add_(0, places, rows)
         self.square_sum.index_add_(0, places, rows.square().sum(dim=1))
 
-    def shares(self, moments: SecondMoments) -> Float[Tensor, " watched"]:
+    def shares(self, moments: SecondMoments | SketchedMoments) -> Float[Tensor, " watched"]:
         """Share of the total squared distance to the mean that each watched position holds."""
         mean = moments.mean.cpu()
         distances = self.square_sum - 2 * self.sum @ mean + self.count * mean.square().sum()
-        return distances / moments.scatter.diagonal().sum().cpu()
+        return distances / (moments.total_variance() * (moments.count - 1))
 
 
 class MomentsReceiver:
@@ -112,18 +113,14 @@ class MomentsReceiver:
         moments.gradients.update(choice.rows(gradient))
 
     def _count_answer(self) -> None:
-        if self.answered == self.fired:
-            raise GradientNeverCame(
-                f"{self.name}: a second backward pass went through one forward pass, and sums cannot be corrected "
-                "afterwards; run the forward pass again, or keep='rows'"
-            )
+        check_first_answer(self.name, self.answered, self.fired)
         self.answered += 1
 
     def _take_pair(
         self, moments: Moments, choice: RowChoice, activation: Tensor, version: int, gradient: Tensor
     ) -> None:
         self._count_answer()
-        _check_unchanged(activation, version, self.name)
+        check_unchanged(activation, version, self.name)
         moments.update(choice.rows(activation), choice.rows(gradient))
 
     def _moments_for(self, activation: Tensor) -> Moments:
@@ -267,7 +264,7 @@ class WeightReceiver:
         return partial(self._take_signal, inputs, inputs._version, self.selection.current)
 
     def _take_signal(self, inputs: Tensor, version: int, choice: RowChoice, signal: Tensor) -> None:
-        _check_unchanged(inputs, version, self.name)
+        check_unchanged(inputs, version, self.name)
         self.answered += 1
         # A model spread over devices moves a map's input inside the map, after the tap has seen it.
         inputs = inputs.to(signal.device)
@@ -315,8 +312,21 @@ class WeightReceiver:
         return results
 
 
-def _check_unchanged(tensor: Tensor, version: int, name: str) -> None:
-    """Views share the version counter of the tensor that passed."""
+def check_first_answer(name: str, answered: int, fired: int) -> None:
+    """Sums cannot take a gradient back.
+
+    Raises:
+        GradientNeverCame: every tensor that passed has had its gradient already.
+    """
+    if answered == fired:
+        raise GradientNeverCame(
+            f"{name}: a second backward pass went through one forward pass, and sums cannot be corrected "
+            "afterwards; run the forward pass again, or keep='rows'"
+        )
+
+
+def check_unchanged(tensor: Tensor, version: int, name: str) -> None:
+    """Refuse a tensor that was changed in place. Views share the version counter of the tensor that passed."""
     if tensor._version != version:
         raise RuntimeError(
             f"{name}: the tensor that passed here was changed in place before its gradient came; "

@@ -31,6 +31,7 @@ from tangent_lens.reports.frame import fits, header_lines, rank_line, warning_li
 from tangent_lens.reports.numbers import number, p_value, percent, signed, small, thousandths
 from tangent_lens.reports.overlap_tables import overlaps_view, stability_view
 from tangent_lens.reports.shape_table import shape_view
+from tangent_lens.reports.sketch_lines import sketched_legend, sketched_line
 
 # Consoles: below NARROW the p columns give way to a star; from WIDE on there is room for more controls.
 NARROW, WIDE = 96, 150
@@ -84,7 +85,11 @@ def _(one: Measurement) -> Any:
 @table_of.register
 def _(test: EnergyTest) -> Any:
     rows = [
-        ("energy", percent(test.energy), f"share of the gradient along the {test.rank} of {test.d} directions"),
+        (
+            "energy",
+            _with_error(test.energy, test.standard_error, percent),
+            f"share of the gradient along the {test.rank} of {test.d} directions",
+        ),
         ("lift", number(test.lift), "energy a direction inside, over energy a direction outside"),
         ("p", number(test.p_value), f"of {len(test.random)} random normals that reach this energy"),
         ("p, exact null", _or_nothing(test.exact_p_value, small), "from the null's exact mean, variance and skewness"),
@@ -92,7 +97,7 @@ def _(test: EnergyTest) -> Any:
         ("sampled", f"{percent(test.random_mean)} ± {percent(test.random_sd)}", f"{len(test.random)} random normals"),
         ("next", _or_nothing(test.following, percent), "principal directions k+1 to 2k, the hardest rival"),
         ("trailing", _or_nothing(test.trailing, percent), "directions of least activation variance"),
-        ("oracle", percent(test.oracle), "the most that any subspace of this rank holds"),
+        ("oracle", percent(test.oracle), f"the most that any subspace of this rank holds{_sketched_bound(test)}"),
         ("alignment", number(test.alignment), "energy / oracle"),
     ]
     if test.signal_lift is not None:
@@ -103,8 +108,12 @@ def _(test: EnergyTest) -> Any:
 @table_of.register
 def _(test: IsotropyTest) -> Any:
     rows = [
-        ("IsoScore*", number(test.score), "0 for one direction, 1 for a ball"),
-        ("change, tangent", signed(test.delta), "IsoScore* after removing the tangent proxy, minus before"),
+        ("IsoScore*", _with_error(test.score, test.standard_error, number), "0 for one direction, 1 for a ball"),
+        (
+            "change, tangent",
+            _with_error(test.delta, test.delta_standard_error, signed),
+            "IsoScore* after removing the tangent proxy, minus before",
+        ),
         ("change, normal", signed(test.random_mean), f"the same for {len(test.random)} random normals, mean"),
         ("p", number(test.p_value), "of random normals whose removal raises IsoScore* as much"),
         ("change, trailing", _or_nothing(test.trailing, signed), "the same for the directions of least variance"),
@@ -142,7 +151,7 @@ def header(report: Report) -> Table:
         (
             "settings",
             f"{_method(report)}, {settings.controls} random normals, "
-            f"seed {settings.seed}, weight proxies fitted on {fitted}{_extras(report)}",
+            f"seed {settings.seed}, weight proxies fitted on {fitted}{_extras(report)}{sketched_line(report)}",
         ),
     ]
     return header_lines(report.model, report.versions, lines)
@@ -317,6 +326,7 @@ def notes(report: Report, width: int = 100) -> Any:
             f" 95%: BCa interval of the lift over {report.settings.bootstrap:,} corpora resampled from the "
             f"{report.corpus.test_sequences} test sequences, the subspaces held as they are."
         )
+    legend += sketched_legend(report)
     return Group(Text(legend, style="dim"), *warning_lines(report.warnings))
 
 
@@ -372,3 +382,13 @@ def _by_isotropy(one: Measurement, shown: str) -> Text:
 
 def _or_nothing(value: float | None, shown: Callable[[float], str]) -> str:
     return "not determined by these rows" if value is None else shown(value)
+
+
+def _with_error(value: float, error: float | None, shown: Callable[[float], str]) -> str:
+    # A sketch that sees everything leaves rounding, which is no error worth a line.
+    seen = error is not None and error > 1e-9 * abs(value)
+    return f"{shown(value)} ± {shown(error).lstrip('+')}" if seen else shown(value)  # pyright: ignore[reportArgumentType]
+
+
+def _sketched_bound(test: EnergyTest) -> str:
+    return "" if test.standard_error is None else ", or more: a sketch sees a lower bound"
