@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from tangent_lens.measures.overlaps import stability_over_seeds as stability_over_seeds
     from tangent_lens.measures.partition import partition_isotropy as partition_isotropy
     from tangent_lens.measures.report import Report as Report
+    from tangent_lens.measures.sketched import sketched_energy_test as sketched_energy_test
+    from tangent_lens.measures.sketched import sketched_isotropy_test as sketched_isotropy_test
+    from tangent_lens.measures.sketched_matrix import gradient_directions as gradient_directions
+    from tangent_lens.measures.sketched_matrix import gradient_probes as gradient_probes
     from tangent_lens.measures.spectrum import Spectrum as Spectrum
     from tangent_lens.measures.spectrum import effective_rank as effective_rank
     from tangent_lens.measures.spectrum import participation_ratio as participation_ratio
@@ -46,6 +50,9 @@ if TYPE_CHECKING:
     from tangent_lens.measures.spectrum import rank_me as rank_me
     from tangent_lens.measures.spectrum import spectrum_of as spectrum_of
     from tangent_lens.measures.spectrum import stable_rank as stable_rank
+    from tangent_lens.models.remote_jobs import GradientsRefused as GradientsRefused
+    from tangent_lens.models.remote_jobs import Remote as Remote
+    from tangent_lens.models.remote_jobs import RemoteRunFailed as RemoteRunFailed
     from tangent_lens.recording.corpus import Corpus as Corpus
     from tangent_lens.recording.corpus import reference_prose as reference_prose
     from tangent_lens.recording.losses import causal_loss_sum as causal_loss_sum
@@ -53,6 +60,8 @@ if TYPE_CHECKING:
     from tangent_lens.recording.moments import Moments as Moments
     from tangent_lens.recording.moments import SecondMoments as SecondMoments
     from tangent_lens.recording.row_sample import RowSample as RowSample
+    from tangent_lens.recording.sketch import SketchedMoments as SketchedMoments
+    from tangent_lens.recording.sketch import gaussian_directions as gaussian_directions
     from tangent_lens.sites import Site as Site
     from tangent_lens.sites import attention_input as attention_input
     from tangent_lens.sites import embedding as embedding
@@ -76,6 +85,8 @@ if TYPE_CHECKING:
     from tangent_lens.subspaces.labelled import fit_contrast as fit_contrast
     from tangent_lens.subspaces.ranks import rank_by as rank_by
     from tangent_lens.subspaces.semi_nmf import fit_semi_nmf as fit_semi_nmf
+    from tangent_lens.subspaces.sketched import fit_sketched_pca as fit_sketched_pca
+    from tangent_lens.subspaces.sketched import range_directions as range_directions
     from tangent_lens.subspaces.subspace import Subspace as Subspace
 
 _HOMES = {
@@ -95,14 +106,18 @@ _HOMES = {
     ),
     "measures.partition": ("partition_isotropy",),
     "measures.report": ("Report",),
+    "measures.sketched": ("sketched_energy_test", "sketched_isotropy_test"),
+    "measures.sketched_matrix": ("gradient_directions", "gradient_probes"),
     "measures.spectrum": (
         "Spectrum", "effective_rank", "participation_ratio", "power_law", "rank_me", "spectrum_of", "stable_rank",
     ),
+    "models.remote_jobs": ("GradientsRefused", "Remote", "RemoteRunFailed"),
     "recording.corpus": ("Corpus", "reference_prose"),
     "recording.losses": ("causal_loss_sum",),
     "recording.masking": ("MaskedLoss",),
     "recording.moments": ("Moments", "SecondMoments"),
     "recording.row_sample": ("RowSample",),
+    "recording.sketch": ("SketchedMoments", "gaussian_directions"),
     "sites": (
         "Site", "attention_input", "embedding", "key", "mlp_input", "query", "resid_mid", "resid_post", "resid_pre",
         "value",
@@ -114,6 +129,7 @@ _HOMES = {
     "subspaces.labelled": ("fit_class_means", "fit_contrast"),
     "subspaces.ranks": ("rank_by",),
     "subspaces.semi_nmf": ("fit_semi_nmf",),
+    "subspaces.sketched": ("fit_sketched_pca", "range_directions"),
     "subspaces.subspace": ("Subspace",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

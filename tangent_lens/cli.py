@@ -26,6 +26,7 @@ from tangent_lens.cli_options import (
     Heads,
     Lines,
     ModelName,
+    OnNdif,
     Out,
     Pack,
     PrependBos,
@@ -37,6 +38,7 @@ from tangent_lens.cli_options import (
     SkipFirst,
     SkipSpecial,
     Split,
+    Statistics,
     Text,
     TextColumn,
     check_out,
@@ -110,6 +112,8 @@ def measure(
     bootstrap: Annotated[
         int, typer.Option(help="Resampled corpora behind an interval of every lift, for example 2000; 0 for none.")
     ] = 0,
+    statistics: Statistics = "auto",
+    remote: OnNdif = False,
     batch_size: BatchSize = 8,
     backend: Backend = "huggingface",
     revision: Revision = None,
@@ -125,13 +129,15 @@ def measure(
     with teaching_errors():
         check_out(out, "report")
         texts, name = texts_of(text or [], lines, dataset, column, split)
-        lens = load_lens(model, backend, revision, dtype, device)
+        lens = load_lens(model, "nnsight" if remote else backend, revision, dtype, device)
         report = lens.measure(
             texts,
             sites,
             rank=rank_of(rank),
             fit=fit,
             bootstrap=bootstrap,
+            statistics=statistics,
+            remote=remote,
             gradients=tuple(one.strip() for one in gradients.split(",") if one.strip()),
             loss=masked_loss(mask_share, mask_style, seed),
             controls=controls,

@@ -32,6 +32,16 @@ Rank = Annotated[
     ),
 ]
 Fit = Annotated[str, typer.Option(help="How subspaces are fitted: pca, semi_nmf, nmf, ica, kmeans or dictionary.")]
+Statistics = Annotated[
+    str, typer.Option(help="Sum whole matrices or sketches of them: exact, sketch, or auto (by width and free memory).")
+]
+OnNdif = Annotated[
+    bool,
+    typer.Option(
+        "--remote",
+        help="Run where the model is, on NDIF (its key in NDIF_API_KEY). Only sums travel; no weights are loaded.",
+    ),
+]
 Controls = Annotated[int, typer.Option(help="Random normal subspaces to compare with.")]
 ControlRows = Annotated[
     int,

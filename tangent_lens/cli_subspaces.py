@@ -18,6 +18,7 @@ from tangent_lens.cli_options import (
     Fit,
     Lines,
     ModelName,
+    OnNdif,
     Pack,
     PrependBos,
     Rank,
@@ -101,6 +102,7 @@ def shape(
     pack: Pack = True,
     prepend_bos: PrependBos = None,
     skip_first: SkipFirst = False,
+    remote: OnNdif = False,
     batch_size: BatchSize = 8,
     backend: Backend = "huggingface",
     revision: Revision = None,
@@ -113,7 +115,7 @@ def shape(
     """
     with teaching_errors():
         texts, name = texts_of(text or [], lines, dataset, column, split)
-        lens = load_lens(model, backend, revision, dtype, device)
+        lens = load_lens(model, "nnsight" if remote else backend, revision, dtype, device)
         print_result(
             lens.shape(
                 texts,
@@ -127,6 +129,7 @@ def shape(
                 pack=pack,
                 prepend_bos=prepend_bos,
                 batch_size=batch_size,
+                remote=remote,
                 name=name,
             )
         )

@@ -16,6 +16,7 @@ from tangent_lens.measures.report import Report, Settings
 from tangent_lens.model_view import ModelView
 from tangent_lens.models.loading import load
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS
+from tangent_lens.models.remote_jobs import Remote
 from tangent_lens.progress import Progress, chosen_progress
 from tangent_lens.recording.inputs import InputCorpus
 from tangent_lens.recording.losses import Loss, choose_loss
@@ -28,8 +29,9 @@ class Lens(ModelView):
     """A model seen through its hook points, and what can be measured there.
 
     Args:
-        model: a HuggingFace model, a TransformerLens ``HookedTransformer``, ``HookedEncoder`` or ``TransformerBridge``,
-            or, with ``sites``, any torch module; it is not changed.
+        model: a HuggingFace model, a TransformerLens ``HookedTransformer``, ``HookedEncoder`` or ``TransformerBridge``, an
+            nnsight ``TransformersModel``, ``LanguageModel`` or ``NNsight``, or, with ``sites``, any torch module; it is not
+            changed. Of an nnsight model whose weights are on NDIF, ``remote=True`` measures without them.
         tokenizer: needed for texts if the model does not bring its own; token ids need none.
         sites: for a module of another kind: by the name you give it, a submodule or its path; what comes out of it is
             the site. Texts are then a list of batches, each what the module is called with, and ``loss`` is yours.
@@ -75,6 +77,7 @@ class Lens(ModelView):
         center: bool = True,
         shrinkage: float = 0.0,
         bootstrap: int = 0,
+        statistics: str = "auto",
         fit_rows: int = 20_000,
         fit_fraction: float = 0.5,
         sequence_length: int | None = None,
@@ -85,6 +88,7 @@ class Lens(ModelView):
         skip_special: bool = False,
         batch_size: int = 8,
         padding_side: str = "right",
+        remote: bool | Remote = False,
         name: str = "texts",
         progress: bool | Progress = True,
     ) -> Report:
@@ -103,6 +107,10 @@ class Lens(ModelView):
                 ``kmeans``, ``dictionary``.
             subspaces: your own, by site, instead of fitting any.
             bootstrap: resampled corpora behind an interval of every energy and lift; 0 for none. Keeps all test rows meanwhile.
+            statistics: ``exact`` sums whole d x d matrices a site. ``sketch`` keeps O(d (rank * controls)) numbers a site and
+                reads the fit sequences twice: residual energies and controls stay exact, totals of weight gradients and
+                isotropy are estimated, with standard errors. ``auto`` sketches where whole sums would take more than half of
+                the free memory; the report says which it was.
             gradients: ``residual``, ``weight``, or both.
             maps: which linear maps count for ``weight``.
             loss: None for the one the model was trained with (next-token, or masked-token), a :class:`MaskedLoss`, or your
@@ -118,6 +126,7 @@ class Lens(ModelView):
             sequence_length, pack, max_sequences, prepend_bos: see :meth:`corpus`.
             skip_first, skip_special: leave first positions, or special tokens, out of every statistic.
             batch_size, padding_side: change no number beyond rounding.
+            remote: run where an nnsight model's weights are, on NDIF: True, or a :class:`Remote` that says how.
             name: what the report calls the texts.
             progress: show bars where the output is a terminal.
 
@@ -127,7 +136,8 @@ class Lens(ModelView):
         """
         gradients = (gradients,) if isinstance(gradients, str) else tuple(gradients)
         maps = (maps,) if isinstance(maps, str) else tuple(maps)
-        objective = choose_loss(loss, self.model, seed)
+        model = self._runner(remote)
+        objective = choose_loss(loss, model, seed)
         settings = Settings(
             rank=rank,
             loss=objective.name,
@@ -141,6 +151,7 @@ class Lens(ModelView):
             fit=fit if subspaces is None else "given",
             fit_rows=fit_rows,
             bootstrap=bootstrap,
+            statistics=statistics,
             fit_fraction=fit_fraction,
             sequence_length=sequence_length,
             pack=pack,
@@ -152,10 +163,10 @@ class Lens(ModelView):
             padding_side=padding_side,
         )
         self._check_padding(padding_side)
-        plan = plan_measurement(self.model, self._chosen(sites), settings)
+        plan = plan_measurement(model, self._chosen(sites), settings)
         corpus = self._corpus_of(texts, settings, name)
-        return measure_model(
-            self.model,
+        report = measure_model(
+            model,
             corpus,
             settings,
             plan,
@@ -164,6 +175,8 @@ class Lens(ModelView):
             pad_id=self._pad_id(),
             progress=chosen_progress(progress),
         )
+        self._complete(model)
+        return report
 
     def attention(
         self,

@@ -13,9 +13,10 @@ from tangent_lens.measures.activation_shape import ShapeReport, shapes_of
 from tangent_lens.measures.analysis import fit_proxies
 from tangent_lens.measures.attention_report import AttentionSettings
 from tangent_lens.measures.report import Settings
-from tangent_lens.models.loading import wrap
+from tangent_lens.models.loading import plain_module, with_weights, wrap
 from tangent_lens.models.modules import ModuleModel
-from tangent_lens.models.protocol import LinearMap, Model, ModelDescription, width_of
+from tangent_lens.models.protocol import LinearMap, Model, ModelDescription, runs_remotely, width_of
+from tangent_lens.models.remote_jobs import Remote, Traffic
 from tangent_lens.models.state import frozen_parameters
 from tangent_lens.progress import Progress, chosen_progress
 from tangent_lens.recording.attach import HostHook, Taps
@@ -32,7 +33,11 @@ from tangent_lens.subspaces.subspace import Subspace
 
 
 class ModelView:
-    """What :class:`~tangent_lens.lens.Lens` can do without measuring."""
+    """What :class:`~tangent_lens.lens.Lens` can do without measuring.
+
+    Attributes:
+        traffic: jobs and bytes of the last run on a server; None before one.
+    """
 
     def __init__(
         self,
@@ -46,22 +51,45 @@ class ModelView:
         if sites is not None and tokenizer is not None:
             raise ValueError("with sites= the module is called with your batches as they are; leave the tokenizer out")
         named = {"name": name, "revision": revision}
-        self.model: Model = wrap(model, tokenizer, **named) if sites is None else ModuleModel(model, sites, **named)
+        self.traffic: Traffic | None = None
+        self._structure: Model = (
+            wrap(model, tokenizer, **named) if sites is None else ModuleModel(plain_module(model), sites, **named)
+        )
+
+    @property
+    def model(self) -> Model:
+        """The model, with its weights: one that nnsight has not loaded yet is loaded when it is first needed here."""
+        self._structure = with_weights(self._structure)
+        return self._structure
+
+    def _runner(self, remote: bool | Remote) -> Any:
+        """The model where it shall run: here, or on a server."""
+        options = Remote.of(remote)
+        if options is None:
+            return self.model
+        from tangent_lens.models.ndif import remotely
+
+        return remotely(self._structure, options)
+
+    def _complete(self, model: Any) -> None:
+        """What a run on a server kept, in case it was interrupted, is not needed any more."""
+        if runs_remotely(model):
+            self.traffic = model.jobs.complete()
 
     @property
     def description(self) -> ModelDescription:
         """Name, library, shapes of the model."""
-        return self.model.description
+        return self._structure.description
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """Every site of the model, in the order of the forward pass."""
-        return self.model.sites
+        return self._structure.sites
 
     @property
     def maps(self) -> tuple[LinearMap, ...]:
         """Every linear map that reads a site."""
-        return self.model.maps
+        return self._structure.maps
 
     def resolve(self, sites: SiteSelection) -> tuple[Site, ...]:
         """The sites of this model that a selection names.
@@ -69,7 +97,8 @@ class ModelView:
         Raises:
             ValueError: a site it does not have, with the nearest names.
         """
-        return resolve(sites, self.model.sites, self.model.absent, self.model.misleading_names)
+        known = self._structure
+        return resolve(sites, known.sites, known.absent, known.misleading_names)
 
     def width(self, site: Site) -> int | None:
         """Numbers a row of this site holds: d_model, or heads * d_head for queries, keys and values; None if unknown."""
@@ -120,11 +149,11 @@ class ModelView:
             ValueError: nothing to read, texts without a tokenizer, or options that token ids cannot follow.
         """
         options = {"max_sequences": max_sequences, "name": name}
-        if isinstance(self.model, ModuleModel):
+        if isinstance(self._structure, ModuleModel):
             refuse_text_options(sequence_length=sequence_length, pack=pack or None, prepend_bos=prepend_bos)
             return InputCorpus.of(texts, **options)  # pyright: ignore[reportArgumentType]
         options |= {"sequence_length": sequence_length, "pack": pack, "prepend_bos": prepend_bos}
-        return read_corpus(texts, self.model.tokenizer, **options)
+        return read_corpus(texts, self._structure.tokenizer, **options)
 
     def record(
         self,
@@ -139,6 +168,7 @@ class ModelView:
         padding_side: str = "right",
         skip_first: bool = False,
         skip_special: bool = False,
+        remote: bool | Remote = False,
         progress: bool | Progress = True,
         **corpus_options: Any,
     ) -> dict[Site, Moments]:
@@ -147,21 +177,24 @@ class ModelView:
         Args:
             gradients: of the summed loss, too; otherwise the passes are forward only and nothing is masked.
             cross: the cross moment of gradients and activations, too.
-            loss, seed: as in :meth:`measure`.
+            loss, seed, remote: as in :meth:`measure`.
 
         Raises: as :func:`record_gradients`.
         """
-        corpus = self.corpus(texts, **corpus_options)
+        corpus, model = self.corpus(texts, **corpus_options), self._runner(remote)
         chosen = self._chosen(sites)
         self._check_padding(padding_side)
         skips = {"skip_first": skip_first, "skip_special": skip_special}
         batches = corpus.batches(batch_size, padding_side=padding_side, pad_id=self._pad_id(), **skips)
         shown = {"progress": chosen_progress(progress), "tokens": corpus.tokens}
         if gradients or cross:
-            wanted = {"loss": choose_loss(loss, self.model, seed), "activations": True, "cross": cross}
-            return record_gradients(self.model, batches, chosen, **wanted, **shown).moments
-        records = record_activations(self.model, batches, chosen, **shown)
-        return {site: activations_only(site, record.moments) for site, record in records.items()}
+            wanted = {"loss": choose_loss(loss, model, seed), "activations": True, "cross": cross}
+            found = record_gradients(model, batches, chosen, **wanted, **shown).moments
+        else:
+            records = record_activations(model, batches, chosen, **shown)
+            found = {site: activations_only(site, record.moments) for site, record in records.items()}
+        self._complete(model)
+        return found
 
     def sample(
         self,
@@ -172,6 +205,7 @@ class ModelView:
         seed: int = 0,
         skip_first: bool = False,
         batch_size: int = 8,
+        remote: bool | Remote = False,
         progress: bool | Progress = True,
         **corpus_options: Any,
     ) -> dict[Site, RowSample]:
@@ -183,7 +217,8 @@ class ModelView:
             corpus_options: as of :meth:`corpus`.
         """
         passing = {"batch_size": batch_size, "skip_first": skip_first}
-        records = self._activations(self.corpus(texts, **corpus_options), sites, rows, seed, progress, passing)
+        corpus, model = self.corpus(texts, **corpus_options), self._runner(remote)
+        records = self._activations(model, corpus, sites, rows, seed, progress, passing)
         return {site: record.sample for site, record in records.items() if record.sample is not None}
 
     def fit(
@@ -197,6 +232,7 @@ class ModelView:
         seed: int = 0,
         skip_first: bool = False,
         batch_size: int = 8,
+        remote: bool | Remote = False,
         progress: bool | Progress = True,
         **corpus_options: Any,
     ) -> dict[Site, Subspace]:
@@ -212,8 +248,8 @@ class ModelView:
         settings = Settings(rank=rank, fit=check_method(method), fit_rows=rows, seed=seed)
         kept = rows if needs_rows(method) else 0
         passing = {"batch_size": batch_size, "skip_first": skip_first}
-        corpus = self.corpus(texts, **corpus_options)
-        return fit_proxies(self._activations(corpus, sites, kept, seed, progress, passing), settings)
+        corpus, model = self.corpus(texts, **corpus_options), self._runner(remote)
+        return fit_proxies(self._activations(model, corpus, sites, kept, seed, progress, passing), settings)
 
     def shape(
         self,
@@ -225,6 +261,7 @@ class ModelView:
         seed: int = 0,
         skip_first: bool = False,
         batch_size: int = 8,
+        remote: bool | Remote = False,
         progress: bool | Progress = True,
         name: str = "texts",
         **corpus_options: Any,
@@ -240,11 +277,13 @@ class ModelView:
         """
         corpus = self.corpus(texts, name=name, **corpus_options)
         passing = {"batch_size": batch_size, "skip_first": skip_first}
-        records = self._activations(corpus, sites, rows, seed, progress, passing)
-        return ShapeReport(self.description, corpus.name, shapes_of(records, dimensions))
+        model = self._runner(remote)
+        records = self._activations(model, corpus, sites, rows, seed, progress, passing)
+        return ShapeReport(model.description, corpus.name, shapes_of(records, dimensions))
 
     def _activations(
         self,
+        model: Any,
         corpus: Corpus | InputCorpus,
         sites: SiteSelection | None,
         rows: int,
@@ -254,7 +293,9 @@ class ModelView:
     ) -> dict[Site, ActivationRecord]:
         batches = corpus.batches(pad_id=self._pad_id(), **batching)
         shown = {"progress": chosen_progress(progress), "tokens": corpus.tokens}
-        return record_activations(self.model, batches, self._chosen(sites), sample=rows, seed=seed, **shown)
+        records = record_activations(model, batches, self._chosen(sites), sample=rows, seed=seed, **shown)
+        self._complete(model)
+        return records
 
     def _corpus_of(self, texts: Texts, settings: Settings | AttentionSettings, name: str) -> Corpus | InputCorpus:
         reading = {
@@ -264,18 +305,18 @@ class ModelView:
 
     def _chosen(self, sites: SiteSelection | None) -> tuple[Site, ...]:
         if sites is None:
-            return self.model.sites if isinstance(self.model, ModuleModel) else self.resolve(resid_post())
+            return self.sites if isinstance(self._structure, ModuleModel) else self.resolve(resid_post())
         return self.resolve(sites)
 
     def _check_padding(self, side: str) -> None:
-        if side in ("left", "right") and side not in self.model.padding_sides:
+        if side in ("left", "right") and side not in self._structure.padding_sides:
             raise ValueError(
                 f"padding_side {side!r}: {self.description.library} gives other numbers, or none, to sequences padded there; "
-                f"use {self.model.padding_sides[0]!r}, which changes no result"
+                f"use {self._structure.padding_sides[0]!r}, which changes no result"
             )
 
     def _pad_id(self) -> int:
-        pad = getattr(self.model.tokenizer, "pad_token_id", None)
+        pad = getattr(self._structure.tokenizer, "pad_token_id", None)
         return 0 if pad is None or pad >= self.description.vocabulary else pad
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ Runs in every environment of the matrix: a page that needs a class this Transfor
 from __future__ import annotations
 
 import importlib
+import linecache
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ HEADINGS = ["Symptom", "Cause", "Wrong", "Right"]
 NOT_RUN = "the code of this page is not run by the tests"
 HOMES = {
     "transformers": "transformers",
+    "NNsight": "nnsight",
     "TransformerBridge": "transformer_lens.model_bridge",
     "HookedTransformer": "transformer_lens",
     "HookedEncoder": "transformer_lens",
@@ -70,7 +72,10 @@ def test_the_code_of_a_page_shows_what_the_page_says(path, heading, pages_on_pat
     if reason := missing(needs(path)):
         pytest.skip(reason)
     for code in blocks(path, heading):
-        exec(compile(code, f"{path.name}, {heading}", "exec"), {"__name__": path.stem})
+        name = f"{path.name}, {heading}"
+        # nnsight reads the source of a block where Python keeps it.
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        exec(compile(code, name, "exec"), {"__name__": path.stem})
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -89,6 +94,7 @@ def test_what_a_page_needs_is_said_in_words_that_this_test_reads():
     assert {needs(path) for path in PAGES if NOT_RUN not in needs(path)} <= {
         "`transformers`",
         "`transformers` (version 4)",
+        "`NNsight`",
         "`TransformerBridge` (TransformerLens 3 or 4)",
         "`TransformerBridge` (TransformerLens 3)",
         "`TransformerBridge` (TransformerLens 4)",

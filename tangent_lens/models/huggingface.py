@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ from tangent_lens.models.protocol import (
     ModelDescription,
     TapPoint,
     UnsupportedModel,
+    forward_parameters,
     width_of,
 )
 from tangent_lens.models.quantisation import parameter_count, precision_of
@@ -68,7 +68,7 @@ class HuggingFaceModel:
         self.absent, self.sites = sites_of(self.family, model, self.blocks)
         self._shape = self.description
         self.maps = tuple(one for layer in range(len(self.blocks)) for one in self._maps_of(layer))
-        self._accepted = {part: set(inspect.signature(part.forward).parameters) for part in (model, base)}
+        self._accepted = {part: set(forward_parameters(part)) for part in (model, base)}
 
     @property
     def description(self) -> ModelDescription:

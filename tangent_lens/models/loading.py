@@ -10,7 +10,7 @@ from typing import Any
 from tangent_lens.models.protocol import Model, UnsupportedModel
 from tangent_lens.progress import Progress
 
-BACKENDS = ("huggingface", "transformer_lens")
+BACKENDS = ("huggingface", "transformer_lens", "nnsight")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -37,13 +37,28 @@ def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, revision
         from tangent_lens.models.huggingface import HuggingFaceModel
 
         return HuggingFaceModel(model, tokenizer or _own_tokenizer(model), name=name, revision=revision)
+    if _is_envoy(model):
+        from tangent_lens.models.nnsight import NNsightModel
+
+        return NNsightModel(model, tokenizer, name=name, revision=revision)
     if isinstance(model, str):
         raise UnsupportedModel(f"{model!r} is a name, not a model; load it with Lens.from_pretrained({model!r})")
     raise UnsupportedModel(
         f"a {type(model).__module__}.{type(model).__name__} is no model known here; pass a HuggingFace model, a TransformerLens "
-        "HookedTransformer, HookedEncoder or TransformerBridge, or a name to Lens.from_pretrained; any torch module can be "
-        "measured at places that you name: Lens(module, sites={'middle': 'path.of.submodule'})"
+        "HookedTransformer, HookedEncoder or TransformerBridge, an nnsight model, or a name to Lens.from_pretrained; any torch "
+        "module can be measured at places that you name: Lens(module, sites={'middle': 'path.of.submodule'})"
     )
+
+
+def plain_module(model: Any) -> Any:
+    """The torch module, where nnsight holds one."""
+    return model._module if _is_envoy(model) else model
+
+
+def with_weights(model: Model) -> Model:
+    """The same model, ready to run here: nnsight may hold a structure whose weights are still to be loaded."""
+    loaded = getattr(model, "loaded", None)
+    return model if loaded is None else loaded()
 
 
 def load(
@@ -61,7 +76,8 @@ def load(
         name: a hub id, a local folder, or a packaged model (real weights that come as a Python package): ``smollm2-135m``,
             ``rxnfp-pretrained``, ``rxnfp-finetuned``, ``rxnfp-finetuned-10k``. What was trained on masked tokens is
             loaded with its masked-language-model head, all else as a causal model.
-        backend: ``huggingface`` or ``transformer_lens``.
+        backend: ``huggingface``, ``transformer_lens``, or ``nnsight``, which loads no weights until they are needed here:
+            never, where everything runs on NDIF.
         revision: of a hub id: a branch, tag or commit.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``float64``.
         device: where to put it.
@@ -81,6 +97,8 @@ def load(
     _check_device(device)
     bridge_class = _bridge_class() if backend == "transformer_lens" else None
     source, shown, packaged_revision = _source(name, progress)
+    if backend == "nnsight":
+        return wrap(_nnsight(source, revision, wide, device), name=shown, revision=revision or packaged_revision)
     model = _pretrained(source, shown, revision, wide)
     model.to(device).eval()
     tokenizer = _saved_tokenizer(source, revision)
@@ -128,6 +146,21 @@ def _pretrained(source: str, shown: str, revision: str | None, dtype: Any) -> An
     return model
 
 
+def _nnsight(source: str, revision: str | None, dtype: Any, device: str) -> Any:
+    import nnsight
+    from transformers import AutoConfig
+
+    if not hasattr(nnsight, "TransformersModel"):
+        raise ImportError(
+            f"loading by name with nnsight needs version 0.8 or newer, here is {version('nnsight')}; upgrade it, or load the "
+            "model yourself and pass it to Lens(...)"
+        )
+    task = "fill-mask" if _is_masked(AutoConfig.from_pretrained(source, revision=revision)) else "text-generation"
+    # nnsight cannot guess the tokenizer of a model without weights beside transformers 5.23 and newer.
+    options = {"task": task, "tokenizer": _saved_tokenizer(source, revision), "revision": revision}
+    return nnsight.TransformersModel(source, **options, dtype=dtype, device=device)
+
+
 def _is_masked(config: Any) -> bool:
     """Whether a config is that of a masked language model; where it names no language-model head, its family decides."""
     from tangent_lens.models.families import FAMILIES
@@ -170,6 +203,10 @@ def _saved_tokenizer(source: str, revision: str | None = None) -> Any:
 def _is_wrapped(model: Any) -> bool:
     parts = ("module", "sites", "maps", "tap_point")
     return not isinstance(model, type) and all(hasattr(model, part) for part in parts)
+
+
+def _is_envoy(model: Any) -> bool:
+    return _is_a(model, "nnsight.intervention.envoy", "Envoy")
 
 
 def _is_a(model: Any, library: str, class_name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -229,6 +230,11 @@ class Model(Protocol):
         ...
 
 
+def runs_remotely(model: Any) -> bool:
+    """Whether a model's weights are on a server, so that sums are all that can be had of it."""
+    return hasattr(model, "jobs")
+
+
 def logits_of(output: Any) -> Tensor:
     """The logits (batch, position, vocabulary) in whatever a language model returned.
 
@@ -250,6 +256,11 @@ def width_of(shape: ModelDescription, site: Site) -> int | None:
         return None
     heads = {"query": shape.n_heads, "key": shape.n_key_value_heads, "value": shape.n_key_value_heads}
     return heads[site.kind] * shape.d_head if site.kind in heads else shape.d_model
+
+
+def forward_parameters(module: nn.Module) -> list[str]:
+    """Names of what a module is called with, in order. Of its class: nnsight and others wrap the forward of the instance."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 def read_tensor(value: Any) -> Tensor:

@@ -5,7 +5,6 @@ All rows are changed, those at padding too: nothing of a padding row reaches a r
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from tangent_lens.models.protocol import Model, TapPoint, read_tensor
+from tangent_lens.models.protocol import Model, TapPoint, forward_parameters, read_tensor
 from tangent_lens.recording.moments import full_precision
 from tangent_lens.recording.taps import SiteNeverFired
 from tangent_lens.sites import Site
@@ -217,7 +216,7 @@ def _with_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, those that carry the site replaced, by name or by place."""
     by_place, by_name = list(args), dict(kwargs)
-    names = list(inspect.signature(place.module.forward).parameters)
+    names = forward_parameters(place.module)
     for name in place.arguments:
         number = names.index(name) if name in names else 0
         if by_name.get(name) is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tangent_lens.models.protocol import Batch, LinearMap, Model, TapPoint
+from tangent_lens.models.protocol import Batch, LinearMap, Model, TapPoint, runs_remotely
 from tangent_lens.models.state import evaluation_mode, frozen_parameters
 from tangent_lens.progress import NoProgress, Progress
 from tangent_lens.recording.kept_rows import KeptRows, KeptSignals, RowSampler
@@ -26,6 +26,14 @@ from tangent_lens.recording.receivers import (
 )
 from tangent_lens.recording.row_choice import RowChoice
 from tangent_lens.recording.row_sample import RowSample
+from tangent_lens.recording.sketch import SketchedMoments
+from tangent_lens.recording.sketch_receivers import (
+    ActivationSketch,
+    GradientSketch,
+    SketchedWeight,
+    SketchedWeightReceiver,
+    SketchReceiver,
+)
 from tangent_lens.recording.taps import GradientNeverCame, SiteNeverFired, attach_tap
 from tangent_lens.sites import Site
 
@@ -35,11 +43,12 @@ class ActivationRecord:
     """What the forward pass leaves of one site.
 
     Attributes:
+        moments: sketched where test matrices were given.
         positions: None where rows have no place in a sequence.
         sample: some of the rows, if they were asked for.
     """
 
-    moments: SecondMoments
+    moments: SecondMoments | SketchedMoments
     positions: PositionVariance | None
     sample: RowSample | None = None
 
@@ -52,6 +61,7 @@ class GradientRecord:
         moments: moments of the gradient rows (and of the activations, if asked), by site.
         inputs: sums of the input rows of the maps, by site.
         weights: one weight gradient a map.
+        sketches, sketched_weights: what takes the place of moments and weights where test matrices were given.
         loss: mean loss a target: a token predicted, or a sequence where the loss is a function of a person's own.
         targets: number of targets.
         kept_gradients: gradient rows and their sequences, by site; kept_inputs: the same of the maps' input rows.
@@ -66,12 +76,15 @@ class GradientRecord:
     kept_gradients: Mapping[Site, tuple[Tensor, Tensor]] = field(default_factory=dict)
     kept_inputs: Mapping[Site, tuple[Tensor, Tensor]] = field(default_factory=dict)
     kept_signals: Mapping[str, Tensor] = field(default_factory=dict)
+    sketches: Mapping[Site, SketchedMoments] = field(default_factory=dict)
+    sketched_weights: tuple[SketchedWeight, ...] = ()
 
     @property
     def rows(self) -> int:
         """How many rows each gradient was gathered from."""
         counts = [moments.gradients.count for moments in self.moments.values()]
-        return [*counts, *(weight.rows for weight in self.weights)][0]
+        counts += [sketch.count for sketch in self.sketches.values()]
+        return [*counts, *(weight.rows for weight in (*self.weights, *self.sketched_weights))][0]
 
 
 def record_activations(
@@ -82,6 +95,7 @@ def record_activations(
     loss: Loss | None = None,
     sample: int = 0,
     seed: int = 0,
+    sketch: ActivationSketch | None = None,
     progress: Progress | None = None,
     tokens: int = 0,
 ) -> dict[Site, ActivationRecord]:
@@ -91,6 +105,7 @@ def record_activations(
         batches: read once.
         loss: that prepares the batches as it does for gradients (a masked-token loss masks); None leaves them as they are.
         sample: rows of each site to keep as they are, chosen by ``seed``.
+        sketch: the test matrix of each site; without it full second moments are summed.
         tokens: how many tokens the batches hold, for the progress display.
 
     Raises:
@@ -98,8 +113,25 @@ def record_activations(
         NonFiniteRows: NaN or infinity at a site.
         ValueError: no position is kept.
     """
+    if runs_remotely(model):
+        from tangent_lens.recording.remote import record_activations_remotely
+
+        options = {
+            "loss": loss,
+            "sample": sample,
+            "seed": seed,
+            "sketch": sketch,
+            "progress": progress,
+            "tokens": tokens,
+        }
+        return record_activations_remotely(model, batches, sites, **options)  # pyright: ignore[reportArgumentType]
     selection = Selection()
-    receivers = [MomentsReceiver(site, selection, watch_positions=True) for site in sites]
+    receivers: list[Any] = [
+        MomentsReceiver(site, selection, watch_positions=True)
+        if sketch is None
+        else SketchReceiver(site, selection, sketch)
+        for site in sites
+    ]
     samplers = {site: RowSampler(site, selection, sample, seed) for site in sites} if sample else {}
     prepare = loss.prepare if loss is not None else None
     passes = 0
@@ -116,7 +148,9 @@ def record_activations(
     _check_any_kept(receivers)
     return {
         one.site: ActivationRecord(
-            one.result().activations, one.positions, samplers[one.site].result() if samplers else None
+            one.result() if sketch is not None else one.result().activations,
+            one.positions,
+            samplers[one.site].result() if samplers else None,
         )
         for one in receivers
     }
@@ -133,6 +167,7 @@ def record_gradients(
     cross: bool = False,
     input_bases: Mapping[Site, Tensor] | None = None,
     keep_rows: bool = False,
+    sketch: GradientSketch | None = None,
     progress: Progress | None = None,
     tokens: int = 0,
 ) -> GradientRecord:
@@ -147,6 +182,7 @@ def record_gradients(
         input_bases: for input sites of maps, the subspace (d, k) of the shuffled control, where it is known already;
             then their rows leave O(d) sums. Without it they leave full second moments.
         keep_rows: keep all gradient rows, input rows and backward signals with their sequences; memory grows with the corpus.
+        sketch: the test matrices of every site and map; without it whole moments and weight gradients are summed.
 
     Raises:
         GradientNeverCame: the loss does not reach a site.
@@ -154,13 +190,24 @@ def record_gradients(
         NonFiniteRows: NaN or infinity at a site.
         ValueError: no position is kept, or the loss finds nothing to predict.
     """
+    if runs_remotely(model):
+        from tangent_lens.recording.remote import record_gradients_remotely, refuse_rows
+
+        refuse_rows(cross=cross, keep_rows=keep_rows)
+        options = {"loss": loss, "activations": activations, "sketch": sketch, "progress": progress, "tokens": tokens}
+        return record_gradients_remotely(model, batches, sites, maps, input_bases=input_bases, **options)  # pyright: ignore[reportArgumentType]
+    if sketch is not None and (activations or cross):
+        raise ValueError("a sketch of gradients holds no activations and no cross moment; record these without it")
     loss = loss or CausalLoss()
     selection = Selection()
     wanted = {"activations": activations or cross, "gradients": True, "cross": cross}
-    at_sites = [MomentsReceiver(site, selection, **wanted) for site in sites]
+    at_sites = _site_receivers(sites, selection, wanted, sketch)
     bases = input_bases or {}
     at_inputs = [InputReceiver(site, selection, bases.get(site)) for site in dict.fromkeys(one.reads for one in maps)]
-    at_maps = [WeightReceiver(group, selection) for group in _by_module(maps)]
+    at_maps = [
+        WeightReceiver(group, selection) if sketch is None else SketchedWeightReceiver(group, selection, sketch)
+        for group in _by_module(maps)
+    ]
     kept = [KeptRows(site, selection, gradients=True) for site in sites] if keep_rows else []
     inputs = [KeptRows(receiver.site, selection, gradients=False) for receiver in at_inputs] if keep_rows else []
     signals = [KeptSignals(group, selection) for group in _by_module(maps)] if keep_rows else []
@@ -189,10 +236,14 @@ def record_gradients(
     _check_any_kept([*at_sites, *at_inputs])
     if not targets:
         raise ValueError(f"the {loss.name} loss found nothing to predict in the whole corpus")
+    found = {receiver.site: receiver.result() for receiver in at_sites}
+    weights = tuple(result for receiver in at_maps for result in receiver.results())
+    summed = {"moments": found, "weights": weights}
+    if sketch is not None:
+        summed = {"moments": {}, "weights": (), "sketches": found, "sketched_weights": weights}
     return GradientRecord(
-        moments={receiver.site: receiver.result() for receiver in at_sites},
+        **summed,
         inputs={receiver.site: receiver.result() for receiver in at_inputs},
-        weights=tuple(result for receiver in at_maps for result in receiver.results()),
         loss=loss_sum / targets,
         targets=targets,
         kept_gradients={receiver.site: receiver.result() for receiver in kept},
@@ -201,8 +252,23 @@ def record_gradients(
     )
 
 
-def activations_only(site: Site, activations: SecondMoments) -> Moments:
-    """Moments of a site at which no gradient was recorded."""
+def _site_receivers(
+    sites: Sequence[Site], selection: Selection, wanted: Mapping[str, bool], sketch: GradientSketch | None
+) -> list[Any]:
+    if sketch is None:
+        return [MomentsReceiver(site, selection, **wanted) for site in sites]
+    matrices = sketch.at_sites
+    return [SketchReceiver(site, selection, lambda site, width: matrices[site], gradients=True) for site in sites]
+
+
+def activations_only(site: Site, activations: SecondMoments | SketchedMoments) -> Moments:
+    """Moments of a site at which no gradient was recorded.
+
+    Raises:
+        ValueError: they were sketched.
+    """
+    if isinstance(activations, SketchedMoments):
+        raise ValueError(f"{site}: a sketch was recorded, and it is no whole moment; record without one")
     moments = Moments(activations.width, name=site.name)
     moments.activations = activations
     return moments
@@ -267,7 +333,7 @@ def _padding_explained(batch: Any) -> Iterator[None]:
         ) from problem
 
 
-def _check_fired(receivers: Sequence[MomentsReceiver | InputReceiver | WeightReceiver], passes: int) -> None:
+def _check_fired(receivers: Sequence[Any], passes: int) -> None:
     for receiver in receivers:
         if receiver.fired == 0:
             raise SiteNeverFired(f"{receiver.name}: the model ran, but no tensor passed here; it skips that module")
@@ -278,7 +344,7 @@ def _check_fired(receivers: Sequence[MomentsReceiver | InputReceiver | WeightRec
             )
 
 
-def _check_answered(receivers: Sequence[MomentsReceiver | WeightReceiver]) -> None:
+def _check_answered(receivers: Sequence[Any]) -> None:
     for receiver in receivers:
         if receiver.answered != receiver.fired:
             raise GradientNeverCame(
@@ -287,7 +353,7 @@ def _check_answered(receivers: Sequence[MomentsReceiver | WeightReceiver]) -> No
             )
 
 
-def _check_any_kept(receivers: Sequence[MomentsReceiver | InputReceiver]) -> None:
+def _check_any_kept(receivers: Sequence[Any]) -> None:
     for receiver in receivers:
         found = receiver.result()
         count = found.activations.count + found.gradients.count if isinstance(found, Moments) else found.count

@@ -6,7 +6,6 @@ backward hooks are not used: some miss paths, some leak, some are removed by the
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from tangent_lens.models.protocol import TapPoint, read_tensor
+from tangent_lens.models.protocol import TapPoint, forward_parameters, read_tensor
 
 GradientReceiver = Callable[[Tensor], None]
 # Takes the activation; returns what wants its gradient, or None.
@@ -75,7 +74,7 @@ def _arguments(point: TapPoint, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _by_place(point: TapPoint, name: str, args: Sequence[Any]) -> Any:
-    places = list(inspect.signature(point.module.forward).parameters)
+    places = forward_parameters(point.module)
     place = places.index(name) if name in places else 0
     return args[place] if place < len(args) else None
 

@@ -77,13 +77,15 @@ def backends_here() -> tuple[str, ...]:
     """Which ways there are to hold a model in this environment."""
     major = int((transformer_lens_version() or "0").split(".")[0])
     hooked = ("hooked_transformer", "hooked_transformer_processed", "hooked_encoder") if major in (1, 2, 3) else ()
-    return ("huggingface", *hooked, *(("bridge", "bridge_compatibility") if major >= 3 else ()))
+    return ("huggingface", "nnsight", *hooked, *(("bridge", "bridge_compatibility") if major >= 3 else ()))
 
 
 def library_of(backend: str) -> str:
     """The library and its version, as a column of the table is named."""
     if backend == "huggingface":
         return f"transformers {transformers.__version__}"
+    if backend == "nnsight":
+        return f"nnsight {version('nnsight')}"
     return f"transformer-lens {transformer_lens_version()}"
 
 
@@ -125,6 +127,22 @@ def _run_plain(name: str, model: Any, tokens: Tensor, mask: Tensor | None, place
 def _position_ids(name: str, places: Tensor) -> Tensor:
     """RoBERTa's first position is the one after its padding id."""
     return places + 2 if FAMILIES[name].classes in ("Roberta", "Camembert") else places
+
+
+def _nnsight(name: str, model: Any, dtype: torch.dtype) -> Hosted:
+    import nnsight
+
+    held = nnsight.NNsight(model)
+
+    def run(tokens: Tensor, mask: Tensor | None, places: Tensor) -> Tensor:
+        arguments: dict[str, Any] = {"input_ids": tokens}
+        if mask is not None:
+            arguments |= {"attention_mask": mask.long(), "position_ids": _position_ids(name, places)}
+        with held.trace(**arguments):
+            logits = nnsight.save(held.output.logits)
+        return logits
+
+    return Hosted(held, run)
 
 
 def _bridge(name: str, model: Any, dtype: torch.dtype) -> Hosted:
@@ -197,6 +215,7 @@ def _hooked_encoder(name: str, model: Any, dtype: torch.dtype) -> Hosted:
 
 
 _HOSTS: dict[str, Callable[[str, Any, torch.dtype], Hosted]] = {
+    "nnsight": _nnsight,
     "bridge": _bridge,
     "bridge_compatibility": _compatible_bridge,
     "hooked_transformer": _hooked_transformer,

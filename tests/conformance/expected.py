@@ -81,6 +81,8 @@ COLUMNS = {
 
 def column_of(backend: str) -> Column | None:
     """What was seen of this backend in the installed version; None of a version that was not looked at."""
+    # nnsight holds the very module of transformers, so it offers, refuses and lacks the same.
+    backend = "huggingface" if backend == "nnsight" else backend
     version = ".".join(library_of(backend).split()[-1].split(".")[:2])
     return COLUMNS.get((backend, version))
 

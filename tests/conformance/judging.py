@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from conformance.backends import PROCESSED, NotOffered, host
 from conformance.batching import Layout, lay_out
 from conformance.comparing import Error, joined, worst, worst_rows
 from conformance.families import FAMILIES
-from conformance.measuring import Rows, Sums, library_error, recorded_sums, tapped_rows
+from conformance.measuring import Rows, Sums, library_error, recorded_sums, remote_sums, tapped_rows
 from conformance.nudging import map_nudges, site_nudges, worst_slope
 from conformance.places import problems_of
 from conformance.processing import folded, worst_of_either
@@ -26,6 +27,8 @@ EXACT = 1e-10
 ROUNDED = 3e-5
 # In float32 throughout every operation rounds.
 FLOAT32 = 2e-4
+# Sums come back from a server in float32, each tensor scaled by its largest number.
+TRAVELLED = 1e-6
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Judge:
         yield from self.compared(lens, self.alone)
         for side in ("right", "left"):
             yield from self._padded(lens, lay_out(self.reference.examples, side))
+        if self.backend == "nnsight":
+            yield from self._remote()
         if self.dtype == torch.float64:
             yield from self._nudged(lens) if self.processed else self._bfloat16()
 
@@ -133,6 +138,28 @@ class Judge:
         refused = any(check.outcome == REFUSED for check in checks)
         if refused and layout.side in lens.model.padding_sides and self.dtype == torch.float64:
             yield from self._in_float32(layout)
+
+    def _remote(self) -> Iterator[Check]:
+        """The functions that run on a server, whose sums travel in float32."""
+        expected = self.reference
+        for side in ("alone", "right", "left"):
+            layout = lay_out(expected.examples, side)
+            if not self.library_is_right(layout):
+                continue
+
+            def checks(layout: Layout = layout) -> Iterator[Check]:
+                with tempfile.TemporaryDirectory() as folder:
+                    sums = remote_sums(self.name, self.dtype, layout, folder)
+                tolerance = max(self.tolerance, TRAVELLED)
+                squares = _squares(joined(expected.activations, sums.activations))
+                yield judged(f"remote activations {layout.side}", worst(sums.activations, squares), tolerance)
+                squares = _squares(joined(expected.gradients, sums.gradients))
+                yield judged(f"remote gradients {layout.side}", worst(sums.gradients, squares), tolerance)
+                yield judged(f"remote weight gradients {layout.side}", worst(sums.weights, expected.weights), tolerance)
+                off = Error(abs(sums.loss - expected.loss) / expected.loss, "the summed loss")
+                yield judged(f"remote loss {layout.side}", off, tolerance)
+
+            yield from guarded(f"remote gradients {side}", checks)
 
     def _must_refuse(self, lens: Any, layout: Layout, detail: str) -> Iterator[Check]:
         _check_side(lens, layout)

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import nnsight
 import torch
+from conformance.backends import tokenizer
 from conformance.batching import GivenTargets, Layout, without_targets
 from conformance.comparing import Error, worst_rows
-from conformance.families import FAMILIES
+from conformance.families import FAMILIES, tiny_model
 from conformance.reference import Reference, summed_loss
+from rehearsal.backend import HereServer
 from torch import Tensor
 
+from tangent_lens.models.loading import wrap
+from tangent_lens.models.ndif import remotely
 from tangent_lens.models.protocol import logits_of
+from tangent_lens.models.remote_jobs import Remote
+from tangent_lens.recording.masking import MaskedLoss
 from tangent_lens.recording.passes import record_activations, record_gradients
+
+TASKS = {"causal": "text-generation", "masked": "fill-mask"}
 
 
 @dataclass(frozen=True)
@@ -55,11 +65,15 @@ def tapped_rows(lens: Any, layout: Layout) -> Rows:
     return Rows(activations, gradients)
 
 
-def recorded_sums(lens: Any, layout: Layout, name: str) -> Sums:
-    """A causal model takes tangent_lens's own loss, which finds its targets itself."""
+def recorded_sums(lens: Any, layout: Layout, name: str, masked: Any = None) -> Sums:
+    """A causal model takes tangent_lens's own loss, which finds its targets itself.
+
+    Args:
+        masked: the loss of a masked model, whose targets are given.
+    """
     causal = FAMILIES[name].objective == "causal"
     batches = without_targets(layout.batches) if causal else layout.batches
-    loss = None if causal else GivenTargets()
+    loss = None if causal else masked or GivenTargets()
     recorded = record_gradients(lens.model, batches, lens.sites, lens.maps, loss=loss)
     activations = record_activations(lens.model, batches, lens.sites)
     return Sums(
@@ -68,6 +82,23 @@ def recorded_sums(lens: Any, layout: Layout, name: str) -> Sums:
         {site.name: moments.gradients.second_moment() for site, moments in recorded.moments.items()},
         recorded.loss * recorded.targets,
     )
+
+
+def remote_sums(name: str, dtype: torch.dtype, layout: Layout, folder: str) -> Sums:
+    """The sums that come back when the functions for a server run on this family: as payloads, with frozen weights.
+
+    Args:
+        folder: for what an interrupted run would go on with.
+    """
+    held = nnsight.TransformersModel(
+        tiny_model(name, dtype), task=TASKS[FAMILIES[name].objective], tokenizer=tokenizer()
+    )
+    held._module.eval()
+    held.to_model_key = lambda: name
+    options = Remote(backend=HereServer(held).backend, batches_per_job=2, folder=folder, poll_seconds=0.01)
+    model = remotely(wrap(held), options)
+    lens = SimpleNamespace(model=model, sites=model.sites, maps=model.maps)
+    return recorded_sums(lens, layout, name, MaskedLoss())
 
 
 def library_error(

@@ -19,6 +19,7 @@ from rich.text import Text
 # A HookedEncoder is what a HookedTransformer is, for BERT: one column holds both.
 _TITLES = {
     "huggingface": "HF",
+    "nnsight": "nnsight",
     "hooked_transformer": "Hooked",
     "hooked_encoder": "Hooked",
     "hooked_transformer_processed": "folded",
@@ -37,7 +38,7 @@ _KINDS = (
 )
 _LEGEND = (
     "HF: transformers. Hooked: HookedTransformer as stored, HookedEncoder for BERT; folded: with processed weights.",
-    "bridge: TransformerBridge; compat.: in compatibility mode. Below them the version of transformers or transformer-lens.",
+    "bridge: TransformerBridge; compat.: in compatibility mode. Below them the version of the library.",
     "✓ -14: right, every relative error below 1e-14; f32: right, but the library runs in float32 only.",
     "✓·: right, but part of it is refused, absent, or beyond the library: see below. ✗: wrong.",
     "≠: the library's own logits are not HuggingFace's. –: not offered by the library. refused: by tangent_lens.",

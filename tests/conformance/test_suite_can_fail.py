@@ -239,7 +239,9 @@ class TestRefusals:
             or_refused(lambda: torch.ones(2, 3) @ torch.ones(2, 3))
 
     def test_what_a_library_does_not_know_is_not_offered(self):
-        cells = [run_cell("camembert", backend) for backend in backends_here() if backend != "huggingface"]
+        cells = [
+            run_cell("camembert", backend) for backend in backends_here() if backend not in ("huggingface", "nnsight")
+        ]
         assert {cell.verdict for cell in cells} <= {NOT_OFFERED}
         assert all(len(cell.sentence) > 20 for cell in cells)
 

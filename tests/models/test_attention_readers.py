@@ -335,7 +335,7 @@ class TestHuggingFace:
             attention_reader(model)
 
 
-LENS_BACKENDS = [one for one in BACKENDS if one not in ("huggingface", "hooked_encoder")]
+LENS_BACKENDS = [one for one in BACKENDS if one not in ("huggingface", "nnsight", "hooked_encoder")]
 
 
 class TestTransformerLens:
