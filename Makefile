@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= all
 MATRIX ?= --only 2,3
+NDIF ?= tests/integration
 
 python = $(VENV)/bin/python
 environment = $(PYTHON) packaging/environment.py --venv "$(VENV)" --extras
@@ -34,7 +35,7 @@ test-matrix: ## run the backends' tests beside the newest TransformerLens 2 and 
 test-ndif: ## run remote traces on a real NDIF server, which is started here without a GPU
 	@$(environment) test
 	@$(PYTHON) packaging/ndif.py
-	$(python) -m pytest -m ndif tests/integration
+	$(python) -m pytest -m ndif $(NDIF)
 
 conformance: ## compare every model family in every library with plain HuggingFace, beside every TransformerLens
 	@$(environment) test
