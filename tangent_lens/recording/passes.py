@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,8 +34,25 @@ from tangent_lens.recording.sketch_receivers import (
     SketchedWeightReceiver,
     SketchReceiver,
 )
-from tangent_lens.recording.taps import GradientNeverCame, SiteNeverFired, attach_tap
+from tangent_lens.recording.taps import ActivationReceiver, GradientNeverCame, SiteNeverFired, attach_tap
 from tangent_lens.sites import Site
+
+
+class Fires(Protocol):
+    """A receiver that counts the tensors that passed it."""
+
+    fired: int
+
+    @property
+    def name(self) -> str:
+        """What an error calls it."""
+        ...
+
+
+class Answers(Fires, Protocol):
+    """And the gradients that came back."""
+
+    answered: int
 
 
 @dataclass(frozen=True)
@@ -139,12 +156,12 @@ def record_activations(
         stack.enter_context(evaluation_mode(model.module))
         stack.enter_context(torch.no_grad())
         for receiver in (*receivers, *samplers.values()):
-            stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
+            stack.enter_context(attached(model.tap_point(receiver.site), receiver))
         for batch in passing(batches, selection, model, "activations", tokens, progress, prepare):
-            with _padding_explained(batch):
+            with padding_explained(batch):
                 model.run_without_logits(batch)
             passes += 1
-            _check_fired(receivers, passes)
+            check_fired(receivers, passes)
     _check_any_kept(receivers)
     return {
         one.site: ActivationRecord(
@@ -217,22 +234,22 @@ def record_gradients(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(frozen_parameters(model))
         for receiver in (*at_sites, *at_inputs, *kept, *inputs):
-            stack.enter_context(_attached(model.tap_point(receiver.site), receiver))
+            stack.enter_context(attached(model.tap_point(receiver.site), receiver))
         for receiver in signals:
-            stack.enter_context(_attached(receiver.maps[0].output.whole, receiver))
+            stack.enter_context(attached(receiver.maps[0].output.whole, receiver))
         for receiver in at_maps:
             for place in receiver.maps[0].inputs:
-                stack.enter_context(_attached(place, receiver.take_input))
-            stack.enter_context(_attached(receiver.maps[0].output.whole, receiver.take_output))
+                stack.enter_context(attached(place, receiver.take_input))
+            stack.enter_context(attached(receiver.maps[0].output.whole, receiver.take_output))
         for batch in passing(batches, selection, model, "gradients", tokens, progress, loss.prepare):
-            with _padding_explained(batch):
+            with padding_explained(batch):
                 output, passes = model.run(batch), passes + 1
-                _check_fired([*at_sites, *at_inputs, *at_maps], passes)
+                check_fired([*at_sites, *at_inputs, *at_maps], passes)
                 value, count = loss(output, batch)
                 value.backward()
             loss_sum, targets = loss_sum + float(value.detach()), targets + count
             del output, value
-            _check_answered([*at_sites, *at_maps])
+            check_answered([*at_sites, *at_maps])
     _check_any_kept([*at_sites, *at_inputs])
     if not targets:
         raise ValueError(f"the {loss.name} loss found nothing to predict in the whole corpus")
@@ -275,7 +292,8 @@ def activations_only(site: Site, activations: SecondMoments | SketchedMoments) -
 
 
 @contextmanager
-def _attached(point: TapPoint, receive) -> Iterator[None]:
+def attached(point: TapPoint, receive: ActivationReceiver) -> Iterator[None]:
+    """A tap for as long as the block lasts."""
     handle = attach_tap(point, receive)
     try:
         yield
@@ -320,7 +338,8 @@ def passing(
 
 
 @contextmanager
-def _padding_explained(batch: Any) -> Iterator[None]:
+def padding_explained(batch: Any) -> Iterator[None]:
+    """Say of NaN in a padded batch that the padding may be why."""
     try:
         yield
     except NonFiniteRows as problem:
@@ -333,7 +352,12 @@ def _padding_explained(batch: Any) -> Iterator[None]:
         ) from problem
 
 
-def _check_fired(receivers: Sequence[Any], passes: int) -> None:
+def check_fired(receivers: Sequence[Fires], passes: int) -> None:
+    """Refuse a receiver that did not see one tensor a forward pass.
+
+    Raises:
+        SiteNeverFired: it saw none, or several in one pass.
+    """
     for receiver in receivers:
         if receiver.fired == 0:
             raise SiteNeverFired(f"{receiver.name}: the model ran, but no tensor passed here; it skips that module")
@@ -344,7 +368,12 @@ def _check_fired(receivers: Sequence[Any], passes: int) -> None:
             )
 
 
-def _check_answered(receivers: Sequence[Any]) -> None:
+def check_answered(receivers: Sequence[Answers]) -> None:
+    """Refuse a receiver that did not get one gradient a forward pass.
+
+    Raises:
+        GradientNeverCame: the loss does not depend on its place.
+    """
     for receiver in receivers:
         if receiver.answered != receiver.fired:
             raise GradientNeverCame(
