@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -31,6 +31,10 @@ _Weight = TypeVar("_Weight", WeightGradient, SketchedWeight)
 
 # From this share on, "most of the variance" sits in one position or one dimension.
 _MOST = 0.5
+
+
+# The first fields of a Measurement: gradient, name, kind, layer, site, fit_site, pooled.
+Place = tuple[str, str, str, int | None, str, str, bool]
 
 
 @dataclass(frozen=True)
@@ -130,22 +134,87 @@ def measure_gradients(
     Raises:
         ValueError: a rank too large for a normal control, or a gradient that is zero everywhere.
     """
+    total = len(record.moments) + len(record.weights) + len({weight.reads for weight in record.weights})
+    return measure_gathered(gather_gradients(record, fit_site_of), proxies, settings, progress, total)
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredGradient:
+    """The rows of one gradient, summed: of one record, or of several that were merged.
+
+    Attributes:
+        place: the first fields of its :class:`Measurement`.
+        fit_site: where its proxy is fitted.
+        rows: second moments of its rows.
+        signals: what the shuffled control needs, one entry a map and record; () for a residual gradient.
+    """
+
+    place: Place
+    fit_site: Site
+    rows: SecondMoments
+    signals: tuple[BackwardSignals, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """As in a report: ``resid_post.3``, ``query.3``, ``attention.3``."""
+        return self.place[1]
+
+    def merged(self, other: GatheredGradient) -> GatheredGradient:
+        """This gradient with the rows of another record of the same place; both stay as they are."""
+        rows = SecondMoments(self.rows.width, name=self.rows.name)
+        for one in (self.rows, other.rows):
+            rows.merge(one)
+        return replace(self, rows=rows, signals=self.signals + other.signals)
+
+
+def gather_gradients(record: GradientRecord, fit_site_of: Mapping[Site, Site]) -> Iterator[GatheredGradient]:
+    """Every gradient of a run: of each site, of each map, and of all maps of an input together. One at a time: each of a map
+    takes d x d numbers.
+    """
+    for site, moments in record.moments.items():
+        yield GatheredGradient(residual_place(site), site, moments.gradients)
+    for site, weights in by_input(record.weights):
+        yield from _gathered_weights(site, fit_site_of[site], weights, record.inputs[site])
+
+
+def measure_gathered(
+    gathered: Iterable[GatheredGradient],
+    proxies: Mapping[Site, Subspace],
+    settings: Settings,
+    progress: Progress | None = None,
+    total: int | None = None,
+) -> tuple[Measurement, ...]:
+    """Each gradient against the proxy of its site, in the order of the layers.
+
+    Args:
+        total: how many there are, for the progress display.
+
+    Raises: as :func:`measure_gradients`.
+    """
     progress = progress or NoProgress()
-    progress.start("measures", total=len(record.moments) + len(record.weights), unit="gradients")
+    progress.start("measures", total=total, unit="gradients")
+    drawn: dict[Site, _Proxy] = {}
     measurements: list[Measurement] = []
     try:
-        for site, moments in record.moments.items():
-            proxy = _with_controls(site, proxies[site], settings)
-            measurements.append(_measurement(*residual_place(site), moments.gradients, proxy, settings))
+        for one in gathered:
+            if one.fit_site not in drawn:
+                drawn = {one.fit_site: _with_controls(one.fit_site, proxies[one.fit_site], settings)}
+            measurements.append(_measurement(one, drawn[one.fit_site], settings))
             progress.advance()
-        for site, weights in by_input(record.weights):
-            fit_site = fit_site_of[site]
-            proxy = _with_controls(fit_site, proxies[fit_site], settings)
-            measurements += _weight_measurements(site, fit_site, weights, record.inputs[site], proxy, settings)
-            progress.advance(len(weights))
     finally:
         progress.finish()
-    return tuple(sorted(measurements, key=lambda one: -1 if one.layer is None else one.layer))
+    return _in_order(measurements)
+
+
+def _in_order(measurements: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """By layer; within it as they came, but all maps of an input together before each alone."""
+    places: dict[tuple[str, str], int] = {}
+
+    def order(one: Measurement) -> tuple[int, int, bool]:
+        layer = -1 if one.layer is None else one.layer
+        return layer, places.setdefault((one.gradient, one.site), len(places)), not one.pooled
+
+    return tuple(sorted(measurements, key=order))
 
 
 def _with_controls(site: Site, tangent: Subspace, settings: Settings) -> _Proxy:
@@ -160,30 +229,17 @@ def by_input(weights: Iterable[_Weight]) -> list[tuple[Site, list[_Weight]]]:
     return [(site, list(group)) for site, group in groupby(ordered, key=lambda weight: weight.reads)]
 
 
-def _weight_measurements(
-    site: Site,
-    fit_site: Site,
-    weights: Sequence[WeightGradient],
-    inputs: SecondMoments | ProjectedSums,
-    proxy: _Proxy,
-    settings: Settings,
-) -> list[Measurement]:
-    """One measurement a map, and one of all maps of this input together."""
-    measured = []
-    together = SecondMoments(inputs.width, name=f"weight gradients at {site}")
-    all_signals = []
+def _gathered_weights(
+    site: Site, fit_site: Site, weights: Sequence[WeightGradient], inputs: SecondMoments | ProjectedSums
+) -> Iterator[GatheredGradient]:
+    """Each map of this input, and then all of them together."""
+    together, signals = SecondMoments(inputs.width, name=f"weight gradients at {site}"), []
     for weight in weights:
         rows = SecondMoments.of(weight.gradient.cpu(), name=f"weight gradient {weight.name}")
-        signals = BackwardSignals.of(weight.signal_sum, weight.signal_square_sum, inputs)
-        measured.append(_measurement(*weight_place(weight, fit_site), rows, proxy, settings, [signals]))
+        signals.append(BackwardSignals.of(weight.signal_sum, weight.signal_square_sum, inputs))
+        yield GatheredGradient(weight_place(weight, fit_site), fit_site, rows, (signals[-1],))
         together.merge(rows)
-        all_signals.append(signals)
-    place = pooled_place(site, fit_site, weights)
-    return [_measurement(*place, together, proxy, settings, all_signals), *measured]
-
-
-# The first fields of a Measurement: gradient, name, kind, layer, site, fit_site, pooled.
-Place = tuple[str, str, str, int | None, str, str, bool]
+    yield GatheredGradient(pooled_place(site, fit_site, weights), fit_site, together, tuple(signals))
 
 
 def residual_place(site: Site) -> Place:
@@ -204,24 +260,13 @@ def pooled_place(site: Site, fit_site: Site, weights: Sequence[WeightGradient | 
     return "weight", f"{kind}.{site.layer}", kind, site.layer, site.name, fit_site.name, True
 
 
-def _measurement(
-    gradient: str,
-    name: str,
-    kind: str,
-    layer: int | None,
-    site: str,
-    fit_site: str,
-    pooled: bool,
-    rows: SecondMoments,
-    proxy: _Proxy,
-    settings: Settings,
-    signals: Sequence[BackwardSignals] = (),
-) -> Measurement:
-    energy = energy_test(rows, proxy.tangent, controls=proxy.frames, signals=signals)
+def _measurement(gathered: GatheredGradient, proxy: _Proxy, settings: Settings) -> Measurement:
+    rows = gathered.rows
+    energy = energy_test(rows, proxy.tangent, controls=proxy.frames, signals=gathered.signals)
     isotropy = isotropy_test(
         rows.covariance(), proxy.tangent, controls=proxy.frames, shrinkage=settings.shrinkage, name=rows.name
     )
-    return Measurement(gradient, name, kind, layer, site, fit_site, pooled, energy, isotropy)
+    return Measurement(*gathered.place, energy, isotropy)
 
 
 def concentration_warnings(spaces: Sequence[Space]) -> tuple[str, ...]:

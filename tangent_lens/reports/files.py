@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tangent_lens.measures.attention import AttentionScaling, DominanceByBucket
 from tangent_lens.measures.attention_report import AttentionReport
-from tangent_lens.measures.bootstrap import Interval, Uncertainty
-from tangent_lens.measures.energy import EnergyTest
-from tangent_lens.measures.isotropy import IsotropyTest
+from tangent_lens.measures.plain import build, finite
 from tangent_lens.measures.report import CorpusDescription, Measurement, Report, Settings, Space
-from tangent_lens.measures.spectrum import Spectrum
 from tangent_lens.models.protocol import ModelDescription
 from tangent_lens.storage import (
     FORMAT_VERSION,
@@ -28,10 +23,11 @@ from tangent_lens.storage import (
 )
 from tangent_lens.subspaces.subspace import Subspace
 
-REPORT, ATTENTION_REPORT = "report", "attention report"
+REPORT, ATTENTION_REPORT, DYNAMICS_REPORT = "report", "attention report", "dynamics report"
 _LOADERS = {
     REPORT: "a report of gradients; load it with Report.load",
     ATTENTION_REPORT: "a report of attention scores; load it with AttentionReport.load",
+    DYNAMICS_REPORT: "a report of training dynamics; load it with DynamicsReport.load",
 }
 _Built = TypeVar("_Built")
 
@@ -39,30 +35,41 @@ _Built = TypeVar("_Built")
 def save_report(report: Report | AttentionReport, folder: str | os.PathLike[str]) -> None:
     """Write a report's folder.
 
+    Raises: as :func:`write_report`.
+    """
+    kind = ATTENTION_REPORT if isinstance(report, AttentionReport) else REPORT
+    write_report(folder, kind, report.to_dict(), report.subspaces)
+
+
+def write_report(
+    folder: str | os.PathLike[str], kind: str, content: Mapping[str, Any], subspaces: Mapping[str, Subspace]
+) -> None:
+    """Write a report of one kind, in plain values, and its subspaces.
+
     The subspaces go under a name made of their own hash; ``report.json`` names it and is replaced in one step, so that
     whoever reads, or whatever crashes, meets the whole old report or the whole new one.
 
     Raises:
         FileProblem: a report of another kind is there, which would be lost.
     """
-    folder, kind = Path(folder), ATTENTION_REPORT if isinstance(report, AttentionReport) else REPORT
+    folder = Path(folder)
     check_folder(folder, kind)
     tensors = {}
-    for site, subspace in report.subspaces.items():
+    for site, subspace in subspaces.items():
         tensors |= subspace.tensors(f"{site}/")
-    content = tensors_to_bytes("subspaces", tensors, {})
-    digest = hashlib.sha256(content).hexdigest()
+    packed = tensors_to_bytes("subspaces", tensors, {})
+    digest = hashlib.sha256(packed).hexdigest()
     beside = f"subspaces-{digest[:12]}.safetensors"
-    write_bytes_atomically(folder / beside, content)
+    write_bytes_atomically(folder / beside, packed)
     document = {
         "kind": kind,
         "format": FORMAT_VERSION,
         "subspaces_file": beside,
         "subspaces_sha256": digest,
-        "origins": {site: dict(subspace.origin) for site, subspace in report.subspaces.items()},
-        **report.to_dict(),
+        "origins": {site: dict(subspace.origin) for site, subspace in subspaces.items()},
+        **content,
     }
-    text = json.dumps(_finite(document), indent=1, allow_nan=False)
+    text = json.dumps(finite(document), indent=1, allow_nan=False)
     write_bytes_atomically(folder / "report.json", text.encode())
     for old in folder.glob("subspaces-*.safetensors"):
         if old.name != beside:
@@ -123,6 +130,7 @@ def check_folder(folder: str | os.PathLike[str], kind: str) -> None:
 def _report_of(document: Mapping[str, Any], subspaces: dict[str, Subspace]) -> Report:
     return Report(
         **shared_fields(document, Settings),
+        spaces=spaces_of(document),
         measurements=tuple(build(Measurement, one) for one in document["measurements"]),
         subspaces=subspaces,
     )
@@ -134,11 +142,15 @@ def shared_fields(document: Mapping[str, Any], settings: Any) -> dict[str, Any]:
         "model": build(ModelDescription, document["model"]),
         "corpus": build(CorpusDescription, document["corpus"]),
         "settings": build(settings, document["settings"]),
-        "spaces": tuple(build(Space, one) for one in document["spaces"]),
         "warnings": tuple(document["warnings"]),
         "versions": document["versions"],
         "created": document["created"],
     }
+
+
+def spaces_of(document: Mapping[str, Any]) -> tuple[Space, ...]:
+    """The sites at which proxies were fitted."""
+    return tuple(build(Space, one) for one in document["spaces"])
 
 
 def _load_subspaces(folder: Path, document: Mapping[str, Any]) -> dict[str, Subspace]:
@@ -147,49 +159,3 @@ def _load_subspaces(folder: Path, document: Mapping[str, Any]) -> dict[str, Subs
         raise FileProblem(f"{path} is missing or was changed after report.json was written; measure again")
     tensors, _ = load_tensors(path, "subspaces")
     return {site: Subspace.from_tensors(tensors, origin, f"{site}/") for site, origin in document["origins"].items()}
-
-
-_PARTS = {
-    "energy": EnergyTest,
-    "isotropy": IsotropyTest,
-    "spectrum": Spectrum,
-    "by_distance": DominanceByBucket,
-    "by_frequency": DominanceByBucket,
-    "scaling": AttentionScaling,
-    "uncertainty": Uncertainty,
-    "energy_interval": Interval,
-    "lift_interval": Interval,
-    "delta_iso_interval": Interval,
-}
-_NOT_FINITE = {"Infinity": math.inf, "NaN": math.nan}
-
-
-def build(kind: Any, content: Mapping[str, Any]) -> Any:
-    """A dataclass from its JSON form; lists become tuples again."""
-    values = {}
-    for name, value in content.items():
-        # `energy` is a whole test inside a measurement, and a number inside that test.
-        if name in _PARTS and isinstance(value, Mapping):
-            values[name] = build(_PARTS[name], value)
-        else:
-            values[name] = _restored(value)
-    return kind(**values)
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _restored(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return tuple(_restored(one) for one in value)
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN; a lift can be infinite, and D of a head without scores is not a number."""
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else value
-    return value

@@ -273,7 +273,7 @@ def test_progress_reaches_its_end_and_finishes_on_errors_too():
     record = record_of([weight("query", 1), weight("key", 1)], (Site("resid_post", 1),))
     whole, broken = CountedProgress(), CountedProgress()
     measured(record, progress=whole)
-    assert (whole.total, whole.done, whole.finished) == (3, 3, 1)
+    assert (whole.total, whole.done, whole.finished) == (4, 4, 1)
     silent = replace(record, moments={Site("resid_post", 1): Moments.of(inputs(), 0 * inputs(), name="resid_post.1")})
     with pytest.raises(ValueError, match=r"gradients at resid_post\.1 is zero everywhere"):
         measured(silent, progress=broken)
