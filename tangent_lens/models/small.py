@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -19,6 +19,8 @@ CONTEXT_LENGTH = 128
 BATCH_SIZE = 16
 LEARNING_RATE = 2e-3
 WARM_UP_STEPS = 10
+# Takes the model, its tokenizer, the steps done, and the loss of the last one (None before the first).
+AfterStep = Callable[[PreTrainedModel, PreTrainedTokenizerFast, int, float | None], None]
 
 
 def train_small_model(
@@ -27,6 +29,7 @@ def train_small_model(
     seconds: float | None = 60,
     steps: int | None = None,
     seed: int = 0,
+    after_step: AfterStep | None = None,
     progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Train a byte-level BPE tokenizer and then a GPT-NeoX model of about 1.3 million parameters on ``texts``.
@@ -39,6 +42,8 @@ def train_small_model(
         seconds: the longest the training of the model may take; the tokenizer and the set-up are not counted.
         steps: the number of training steps, each of 16 x 128 tokens. Training stops at whichever limit comes first.
         seed: decides the initial weights and which stretches of text are drawn.
+        after_step: is called before the first step and after every one, with the model as it trains; its time counts as
+            training.
         progress: is told of the steps, or seconds, done and of the loss.
 
     Returns:
@@ -53,7 +58,12 @@ def train_small_model(
     tokenizer = _train_tokenizer(texts, progress)
     tokens = _packed_tokens(texts, tokenizer)
     model = _new_model(tokenizer, seed)
-    steps_done = _train(model, tokens, math.inf if seconds is None else seconds, steps, seed, progress)
+
+    def watch(step: int, loss: float | None) -> None:
+        if after_step is not None:
+            after_step(model, tokenizer, step, loss)
+
+    steps_done = _train(model, tokens, math.inf if seconds is None else seconds, steps, seed, watch, progress)
     name = f"small-gpt-neox (trained here, {steps_done} steps, seed {seed})"
     model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = name
     return model.eval(), tokenizer
@@ -137,6 +147,7 @@ def _train(
     seconds: float,
     steps: int | None,
     seed: int,
+    watch: Callable[[int, float | None], None],
     progress: Progress,
 ) -> int:
     """Train until the first limit is reached and return the number of steps done."""
@@ -149,10 +160,13 @@ def _train(
     progress.start("training a small model", limit, unit)
     try:
         began = time.monotonic()
+        watch(0, None)
         while position < limit and elapsed < seconds:
             learning_rate = _learning_rate(step, position / limit)
             loss = _train_step(model, optimizer, _draw_batch(tokens, generator), learning_rate)
-            step, elapsed = step + 1, time.monotonic() - began
+            step += 1
+            watch(step, loss)
+            elapsed = time.monotonic() - began
             reached = min(elapsed, seconds) if steps is None else step
             progress.advance(reached - position, f"loss {loss:.3f}")
             position = reached

@@ -68,6 +68,24 @@ def test_loss_falls_within_sixty_steps():
     assert 1.2e6 < model.num_parameters() < 1.4e6
 
 
+def test_every_step_is_told_and_changes_nothing():
+    told = []
+
+    def after_step(model, tokenizer, step, loss):
+        assert len(tokenizer) == model.config.vocab_size and model.training
+        told.append((step, loss, model.gpt_neox.final_layer_norm.bias.detach().clone()))
+
+    progress = RecordedProgress()
+    plain, _ = train_small_model(SOME_TEXTS, steps=3, seconds=None, progress=progress)
+    watched, _ = train_small_model(SOME_TEXTS, steps=3, seconds=None, after_step=after_step)
+    steps, losses, biases = zip(*told, strict=True)
+    assert steps == (0, 1, 2, 3)
+    assert losses[0] is None and [round(loss, 3) for loss in losses[1:]] == progress.losses
+    assert not biases[0].any() and len({bias.sum().item() for bias in biases}) == 4
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(weight, watched.state_dict()[name]), name
+
+
 def test_seconds_end_the_training():
     progress = RecordedProgress()
     began = time.monotonic()
