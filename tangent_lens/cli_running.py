@@ -18,10 +18,13 @@ from rich.markup import escape
 from tangent_lens.reports.console import show as print_result
 
 if TYPE_CHECKING:
+    from tangent_lens.dynamics.report import DynamicsReport
     from tangent_lens.lens import Lens
     from tangent_lens.measures.attention_report import AttentionReport
     from tangent_lens.measures.report import Report
     from tangent_lens.recording.masking import MaskedLoss
+
+    AnyReport = Report | AttentionReport | DynamicsReport
 
 
 def load_lens(name: str, backend: str, revision: str | None, dtype: str, device: str) -> Lens:
@@ -31,33 +34,41 @@ def load_lens(name: str, backend: str, revision: str | None, dtype: str, device:
     return Lens.from_pretrained(name, backend=backend, revision=revision, dtype=dtype, device=device)
 
 
-def load_report(folder: Path, maps: bool, heads: bool) -> Report | AttentionReport:
-    """A report of either kind, refused where an option is about the other."""
+def load_report(folder: Path, maps: bool, heads: bool) -> AnyReport:
+    """A report of any kind, refused where an option is about another."""
+    from tangent_lens.dynamics.report import DynamicsReport
     from tangent_lens.measures.attention_report import AttentionReport
     from tangent_lens.measures.report import Report
-    from tangent_lens.reports.files import ATTENTION_REPORT, kind_of_report
+    from tangent_lens.reports.files import ATTENTION_REPORT, DYNAMICS_REPORT, kind_of_report
 
-    if kind_of_report(folder) != ATTENTION_REPORT:
-        if heads:
-            raise ValueError(f"--heads is about reports of attention scores, and {folder} holds none")
-        return Report.load(folder)
-    if maps:
+    kind = kind_of_report(folder)
+    if heads and kind != ATTENTION_REPORT:
+        raise ValueError(f"--heads is about reports of attention scores, and {folder} holds none")
+    if maps and kind == ATTENTION_REPORT:
         raise ValueError(
             f"--maps is about reports of gradients, and {folder} holds one of attention scores; use --heads"
         )
-    return AttentionReport.load(folder)
+    if maps and kind == DYNAMICS_REPORT:
+        raise ValueError(
+            f"--maps is about reports of gradients of one model, and {folder} holds one of training dynamics; leave it out"
+        )
+    return {ATTENTION_REPORT: AttentionReport, DYNAMICS_REPORT: DynamicsReport}.get(kind or "", Report).load(folder)
 
 
-def print_report(report: Report | AttentionReport, single: bool) -> None:
+def print_report(report: AnyReport, single: bool) -> None:
     """A report and, if asked for, one row a linear map or head."""
     print_result(report)
     if single:
+        from tangent_lens.measures.attention_report import AttentionReport
         from tangent_lens.measures.report import Report
 
-        print_result(report.maps() if isinstance(report, Report) else report.by_head())
+        if isinstance(report, Report):
+            print_result(report.maps())
+        elif isinstance(report, AttentionReport):
+            print_result(report.by_head())
 
 
-def save_report(report: Report | AttentionReport, out: Path | None) -> None:
+def save_report(report: AnyReport, out: Path | None) -> None:
     """Where ``--out`` was given, and say how to show it again."""
     if out is not None:
         report.save(out)

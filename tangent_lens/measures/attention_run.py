@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +14,13 @@ from tangent_lens.measures.attention import AttentionDominance
 from tangent_lens.measures.attention_layer import LayerAttention
 from tangent_lens.measures.attention_report import AttentionSettings
 from tangent_lens.measures.attention_rows import ChosenRows
+from tangent_lens.measures.enrichment import FrequencyBuckets
+from tangent_lens.measures.frequency import token_frequencies
 from tangent_lens.models.attention import AttentionCall, AttentionReader
 from tangent_lens.models.protocol import Batch, Model
 from tangent_lens.models.state import evaluation_mode
 from tangent_lens.progress import Progress
+from tangent_lens.recording.corpus import Corpus
 from tangent_lens.recording.passes import passing
 from tangent_lens.recording.receivers import Selection
 from tangent_lens.recording.taps import SiteNeverFired
@@ -97,23 +101,12 @@ def frequency_buckets(sequences: Iterable[Any], vocabulary: int, buckets: int) -
     Returns:
         The bucket of every token (-1 for tokens that do not occur), and how often the tokens of each bucket occur.
     """
-    counts = torch.zeros(vocabulary, dtype=torch.long)
-    for sequence in sequences:
-        counts += torch.bincount(torch.as_tensor(sequence).long(), minlength=vocabulary)
-    order = counts.argsort(stable=True)
-    cumulative = counts[order].cumsum(0)
-    # Tokens of equal frequency stay together: what decides is where the last of them ends.
-    share = torch.zeros(vocabulary, dtype=torch.float64)
-    share[order] = (cumulative.double() - counts[order].double() / 2) / max(int(cumulative[-1]), 1)
-    middle = {int(count): float(share[counts == count].mean()) for count in counts.unique()}
-    place = torch.tensor([min(int(middle[int(count)] * buckets), buckets - 1) for count in counts])
-    place[counts == 0] = -1
-    used = sorted(set(place[place >= 0].tolist()))
-    renumbered = torch.full_like(place, -1)
-    labels = []
-    for number, old in enumerate(used):
-        renumbered[place == old] = number
-        inside = counts[place == old]
-        low, high = int(inside.min()), int(inside.max())
-        labels.append(f"{low} times" if low == high else f"{low} to {high} times")
-    return renumbered, tuple(labels)
+    frequencies = token_frequencies(Corpus(tuple(np.asarray(sequence) for sequence in sequences)), vocabulary)
+    found = FrequencyBuckets.by_mass(frequencies, buckets)
+    counts, place = frequencies.counts.astype(np.int64), found.bucket_of.numpy()
+    return found.bucket_of, tuple(_times(counts[place == bucket]) for bucket in range(len(found)))
+
+
+def _times(counts: np.ndarray) -> str:
+    low, high = int(counts.min()), int(counts.max())
+    return f"{low} times" if low == high else f"{low} to {high} times"

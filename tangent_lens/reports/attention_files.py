@@ -8,7 +8,7 @@ from typing import Any
 
 from tangent_lens.measures.attention import AttentionDominance
 from tangent_lens.measures.attention_report import AttentionReport, AttentionSettings
-from tangent_lens.reports.files import ATTENTION_REPORT, build, read_report, shared_fields
+from tangent_lens.reports.files import ATTENTION_REPORT, build, read_report, shared_fields, spaces_of
 from tangent_lens.subspaces.subspace import Subspace
 
 
@@ -25,6 +25,7 @@ def load_attention_report(folder: str | os.PathLike[str]) -> AttentionReport:
 def _attention_report_of(document: Mapping[str, Any], subspaces: dict[str, Subspace]) -> AttentionReport:
     return AttentionReport(
         **shared_fields(document, AttentionSettings),
+        spaces=spaces_of(document),
         layers=tuple(build(AttentionDominance, one) for one in document["layers"]),
         worst_sum=float(document["worst_sum"]),
         subspaces=subspaces,

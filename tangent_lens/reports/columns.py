@@ -33,35 +33,40 @@ def side_by_side(
     labels: Sequence[str],
     content: Sequence[tuple[Any, ...]],
     groups: Sequence[tuple[str, int, list[Column]]],
+    *,
+    medians: bool = True,
+    gap: int = 2,
 ) -> Table:
     """Tables that share their rows, each under its own title; a group without any content is left out."""
-    together = Table.grid(padding=(0, 2))
+    together = Table.grid(padding=(0, gap))
     first = plain_table(" ")
     first.add_column(key, justify="right", no_wrap=True)
     for label in labels:
         first.add_row(Text(label))
-    first.add_section()
-    first.add_row(Text("median", style="dim"))
+    if medians:
+        first.add_section()
+        first.add_row(Text("median", style="dim"))
     parts = [first]
     for title, place, columns in groups:
         cells = [row[place] for row in content]
         if any(cell is not None for cell in cells):
-            parts.append(_group_table(title, columns, cells))
+            parts.append(_group_table(title, columns, cells, medians))
     for _ in parts:
         together.add_column(no_wrap=True)
     together.add_row(*parts)
     return together
 
 
-def _group_table(title: str, columns: Sequence[Column], cells: Sequence[Any]) -> Table:
+def _group_table(title: str, columns: Sequence[Column], cells: Sequence[Any], medians: bool) -> Table:
     table = plain_table(title)
     table.min_width = cell_len(title)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     for cell in cells:
         table.add_row(*(NOTHING if cell is None else column.cell(cell) for column in columns))
-    table.add_section()
-    table.add_row(*(_median(column, cells) for column in columns))
+    if medians:
+        table.add_section()
+        table.add_row(*(_median(column, cells) for column in columns))
     return table
 
 

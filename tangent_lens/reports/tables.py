@@ -12,12 +12,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from tangent_lens.dynamics.comparison import DynamicsTable
+from tangent_lens.dynamics.report import DynamicsReport
 from tangent_lens.measures.ablation import AblationReport
 from tangent_lens.measures.activation_shape import ShapeReport
 from tangent_lens.measures.attention import AttentionDominance
 from tangent_lens.measures.attention_report import AttentionHeads, AttentionReport
 from tangent_lens.measures.comparison import Comparison
 from tangent_lens.measures.energy import EnergyTest
+from tangent_lens.measures.enrichment import TangentEnrichment
+from tangent_lens.measures.frequency import FrequencyCorrelation
+from tangent_lens.measures.frequency_report import FrequencyReport
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.overlaps import Overlaps, Stability
 from tangent_lens.measures.report import MapsView, Measurement, Report, Space
@@ -27,7 +32,10 @@ from tangent_lens.reports.ablation_table import ablation_table
 from tangent_lens.reports.attention_tables import attention_heads_view, attention_layer_view, attention_report_view
 from tangent_lens.reports.columns import SIGNIFICANT, Column, no_star, optional, side_by_side, star
 from tangent_lens.reports.comparison_table import comparison_table
+from tangent_lens.reports.dynamics_tables import dynamics_view, several_view
 from tangent_lens.reports.frame import fits, header_lines, rank_line, warning_lines
+from tangent_lens.reports.frequency_table import correlation_view, enrichment_view, frequency_view
+from tangent_lens.reports.layer_rows import extras_said, fit_site_said, loss_said, rows_by_layer
 from tangent_lens.reports.numbers import number, p_value, percent, signed, small, thousandths
 from tangent_lens.reports.overlap_tables import overlaps_view, stability_view
 from tangent_lens.reports.shape_table import shape_view
@@ -70,8 +78,13 @@ for _kind, _view in (
     (AttentionDominance, attention_layer_view),
     (AblationReport, ablation_table),
     (ShapeReport, shape_view),
+    (DynamicsReport, dynamics_view),
+    (DynamicsTable, several_view),
     (Overlaps, overlaps_view),
     (Stability, stability_view),
+    (FrequencyReport, frequency_view),
+    (FrequencyCorrelation, correlation_view),
+    (TangentEnrichment, enrichment_view),
 ):
     table_of.register(_kind, _view)
 
@@ -141,28 +154,20 @@ def _(spectrum: Spectrum) -> Any:
 def header(report: Report) -> Table:
     """Model, corpus and settings in a few lines."""
     corpus, settings = report.corpus, report.settings
-    fitted = "the maps' own input" if settings.fit_site == "input" else "the residual stream before the norm"
     lines = [
         (
             "corpus",
             f"{escape(corpus.name)}: proxies from {corpus.fit_sequences} sequences ({corpus.fit_rows:,} rows), gradients "
-            f"from {corpus.test_sequences} others ({corpus.test_rows:,} rows), {_loss(report)}",
+            f"from {corpus.test_sequences} others ({corpus.test_rows:,} rows), {loss_said(corpus, settings)}",
         ),
         (
             "settings",
             f"{_method(report)}, {settings.controls} random normals, "
-            f"seed {settings.seed}, weight proxies fitted on {fitted}{_extras(report)}{sketched_line(report)}",
+            f"seed {settings.seed}, weight proxies fitted on {fit_site_said(settings)}{extras_said(settings)}"
+            f"{sketched_line(report)}",
         ),
     ]
     return header_lines(report.model, report.versions, lines)
-
-
-def _loss(report: Report) -> str:
-    """The loss, in nats where it is a likelihood, and its name where it is not the usual next-token one."""
-    unit, name = report.corpus.loss_unit, report.settings.loss
-    nats = "" if unit == "sequence" else " nats"
-    named = "" if name == "next-token" else f"{escape(name)} "
-    return f"{named}loss {report.corpus.loss:.3f}{nats} a {unit}"
 
 
 def _method(report: Report) -> str:
@@ -176,17 +181,6 @@ def _method(report: Report) -> str:
         if settings.fit.startswith("pca")
         else f"subspaces by {settings.fit} of {settings.fit_rows:,} rows at most, {rank}"
     )
-
-
-def _extras(report: Report) -> str:
-    settings = report.settings
-    said = [
-        (settings.skip_first, "first positions left out"),
-        (settings.skip_special, "special tokens left out"),
-        (not settings.center, "not centred"),
-        (settings.shrinkage > 0, f"shrinkage {settings.shrinkage}"),
-    ]
-    return "".join(f", {sentence}" for holds, sentence in said if holds)
 
 
 def _energy_columns(weight: bool, width: int, intervals: bool = False) -> list[Column]:
@@ -242,7 +236,7 @@ class _ByWidth:
 
 def energy_table(report: Report, width: int = 100) -> Table:
     """Energy, lift, signal lift and p of every layer; from 150 characters on, also next, trailing and alignment."""
-    rows, intervals = _rows_by_layer(report), report.settings.bootstrap > 0
+    rows, intervals = rows_by_layer(report.measurements), report.settings.bootstrap > 0
     titles = ("residual", "attention weights", "MLP weights")
     if width >= NARROW:
         maps = [_maps_measured(report, kinds) for kinds in (ATTENTION_MAPS, MLP_MAPS)]
@@ -260,7 +254,7 @@ def isotropy_table(report: Report, width: int = 100) -> Table:
 
     From 150 characters on, also the change without a random normal.
     """
-    rows = _rows_by_layer(report)
+    rows = rows_by_layer(report.measurements)
     spaces = {space.site: space for space in report.spaces}
     content = [(_space_of(cells, spaces), *cells) for _, cells in rows]
     activations = [
@@ -334,23 +328,6 @@ _WIDE_LEGEND = (
     ". /next, /trail: energy over that of the next principal and of the least-variance directions. align: energy over "
     "the most that any subspace of this rank holds"
 )
-
-
-def _rows_by_layer(report: Report) -> list[tuple[str, tuple[Measurement | None, ...]]]:
-    """Labels, and (residual, attention, MLP) measurements; a layer has a row more for every further residual site."""
-    residual = [one for one in report.measurements if one.gradient == "residual"]
-    pooled = {(one.kind, one.layer): one for one in report.measurements if one.pooled}
-    layers = sorted({one.layer for one in report.measurements}, key=lambda layer: -1 if layer is None else layer)
-    several = len({one.kind for one in residual}) > 1
-    rows = []
-    for layer in layers:
-        here: Sequence[Measurement | None] = [one for one in residual if one.layer == layer] or [None]
-        for place, one in enumerate(here):
-            last = place == len(here) - 1
-            weights = [pooled.get((kind, layer)) if last else None for kind in ("attention", "mlp")]
-            label = one.name if one is not None and (several or layer is None) else str(layer)
-            rows.append((label, (one, *weights)))
-    return rows
 
 
 def _maps_measured(report: Report, kinds: Sequence[str]) -> str:
