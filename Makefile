@@ -65,6 +65,7 @@ bench: ## measure recording, isotropy, attention, controls, semi-NMF and sketche
 	$(python) benchmarks/controls.py
 	$(python) benchmarks/semi_nmf.py
 	$(python) benchmarks/sketch.py
+	$(python) benchmarks/remote_scaling.py
 
 build: ## build the wheel and the source archive into dist/
 	@$(environment) test

@@ -82,6 +82,9 @@ def _signal_panel(axes: Any, report: DynamicsReport) -> None:
     _kinds(axes, report, lambda one: one.energy.signal_lift)
     axes.axhline(1, color="grey", linewidth=1, linestyle=":")
     axes.set(yscale="log", title="signal lift over shuffled backward signals", ylabel="signal lift")
+    # All near 1, where powers of ten are hard to read.
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which("{x:.3g}")
 
 
 def _isotropy_panel(axes: Any, report: DynamicsReport) -> None:
