@@ -79,9 +79,9 @@ def server_errors() -> Iterator[None]:
 
 # What NDIF says when nobody is to blame. It takes the job again a little later.
 _LOST = (
-    r"Errno|timed out|temporarily unavailable|reconnecting|Server disconnected",
-    r"Error submitting request to model deployment",
-    r"cancelled or preempted",
+    r"^Failed to send request: .*(Errno|timed out|temporarily unavailable|reconnecting|disconnected)",
+    r"^Error submitting request to model deployment",
+    r"^Your job was cancelled or preempted",
 )
 # Its sandbox, in which requests of keys it does not trust run, keeps no graph.
 _NO_GRADIENTS = (
