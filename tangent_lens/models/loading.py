@@ -40,7 +40,8 @@ def wrap(model: Any, tokenizer: Any = None, *, name: str | None = None, revision
     if _is_envoy(model):
         from tangent_lens.models.nnsight import NNsightModel
 
-        return NNsightModel(model, tokenizer, name=name, revision=revision)
+        own = tokenizer or getattr(model, "tokenizer", None) or _own_tokenizer(plain_module(model))
+        return NNsightModel(model, own, name=name, revision=revision)
     if isinstance(model, str):
         raise UnsupportedModel(f"{model!r} is a name, not a model; load it with Lens.from_pretrained({model!r})")
     raise UnsupportedModel(
@@ -185,7 +186,8 @@ def _source(name: str, progress: Progress | None) -> tuple[str, str, str | None]
 
 
 def _own_tokenizer(model: Any) -> Any:
-    return _saved_tokenizer(model.name_or_path) if model.name_or_path else None
+    place = getattr(model, "name_or_path", "")
+    return _saved_tokenizer(place) if place else None
 
 
 def _saved_tokenizer(source: str, revision: str | None = None) -> Any:

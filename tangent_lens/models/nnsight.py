@@ -35,7 +35,7 @@ class NNsightModel(HuggingFaceModel):
         self.envoy = envoy
         super().__init__(
             module,
-            tokenizer or getattr(envoy, "tokenizer", None),
+            tokenizer,
             name=name or getattr(envoy, "repo_id", None),
             revision=revision or getattr(envoy, "revision", None),
         )

@@ -78,6 +78,13 @@ class TestEveryHolder:
         assert taps["resid_post.1"].gradients.shape == (1, 8, 16)
 
 
+@pytest.mark.parametrize("how", HOLDERS)
+def test_the_tokenizer_saved_beside_the_weights_is_found(how, folder, plain):
+    lens, expected = tln.Lens(held_in(how, folder, plain)), tln.Lens(plain)
+    found = [one.corpus(["5 6 7 8", "9 10 11"]).sequences for one in (lens, expected)]
+    assert [one.tolist() for one in found[0]] == [one.tolist() for one in found[1]] != []
+
+
 class TestWeights:
     @pytest.mark.skipif("lazy" not in HOLDERS, reason="nnsight before 0.8 has no TransformersModel")
     def test_are_loaded_when_they_are_first_needed(self, folder, plain):
