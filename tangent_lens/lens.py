@@ -20,7 +20,7 @@ from tangent_lens.measures.report import Report, Settings
 from tangent_lens.model_view import ModelView
 from tangent_lens.models.checkpoints import CheckpointSource
 from tangent_lens.models.loading import load
-from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS
+from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, pad_id_of
 from tangent_lens.models.remote_jobs import Remote
 from tangent_lens.progress import Progress, chosen_progress
 from tangent_lens.recording.inputs import InputCorpus
@@ -177,7 +177,7 @@ class Lens(ModelView):
             plan,
             objective,
             subspaces=None if subspaces is None else {str(site): one for site, one in subspaces.items()},
-            pad_id=self._pad_id(),
+            pad_id=pad_id_of(self._structure),
             progress=chosen_progress(progress),
         )
         self._complete(model)
@@ -213,7 +213,7 @@ class Lens(ModelView):
         corpus = self._corpus_of(texts, chosen, name)
         if isinstance(corpus, InputCorpus):
             raise ValueError("a module of unknown structure has no attention scores that could be split")
-        shown = {"pad_id": self._pad_id(), "progress": chosen_progress(progress)}
+        shown = {"pad_id": pad_id_of(self._structure), "progress": chosen_progress(progress)}
         return measure_attention(self.model, corpus, chosen, layers=layers, **shown)
 
     def ablate(
@@ -260,7 +260,7 @@ class Lens(ModelView):
             loss=objective,
             batch_size=batch_size,
             padding_side=padding_side,
-            pad_id=self._pad_id(),
+            pad_id=pad_id_of(self._structure),
             progress=chosen_progress(progress),
         )
 
@@ -331,6 +331,6 @@ class Lens(ModelView):
             objective,
             frequencies=known,
             trajectory=travelled,
-            pad_id=self._pad_id(),
+            pad_id=pad_id_of(self._structure),
             progress=shown,
         )

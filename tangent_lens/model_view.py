@@ -15,7 +15,7 @@ from tangent_lens.measures.attention_report import AttentionSettings
 from tangent_lens.measures.report import Settings
 from tangent_lens.models.loading import plain_module, with_weights, wrap
 from tangent_lens.models.modules import ModuleModel
-from tangent_lens.models.protocol import LinearMap, Model, ModelDescription, runs_remotely, width_of
+from tangent_lens.models.protocol import LinearMap, Model, ModelDescription, pad_id_of, runs_remotely, width_of
 from tangent_lens.models.remote_jobs import Remote, Traffic
 from tangent_lens.models.state import frozen_parameters
 from tangent_lens.progress import Progress, chosen_progress
@@ -185,7 +185,7 @@ class ModelView:
         chosen = self._chosen(sites)
         self._check_padding(padding_side)
         skips = {"skip_first": skip_first, "skip_special": skip_special}
-        batches = corpus.batches(batch_size, padding_side=padding_side, pad_id=self._pad_id(), **skips)
+        batches = corpus.batches(batch_size, padding_side=padding_side, pad_id=pad_id_of(self._structure), **skips)
         shown = {"progress": chosen_progress(progress), "tokens": corpus.tokens}
         if gradients or cross:
             wanted = {"loss": choose_loss(loss, model, seed), "activations": True, "cross": cross}
@@ -291,7 +291,7 @@ class ModelView:
         progress: bool | Progress,
         batching: Mapping[str, Any],
     ) -> dict[Site, ActivationRecord]:
-        batches = corpus.batches(pad_id=self._pad_id(), **batching)
+        batches = corpus.batches(pad_id=pad_id_of(self._structure), **batching)
         shown = {"progress": chosen_progress(progress), "tokens": corpus.tokens}
         records = record_activations(model, batches, self._chosen(sites), sample=rows, seed=seed, **shown)
         self._complete(model)
@@ -314,10 +314,6 @@ class ModelView:
                 f"padding_side {side!r}: {self.description.library} gives other numbers, or none, to sequences padded there; "
                 f"use {self._structure.padding_sides[0]!r}, which changes no result"
             )
-
-    def _pad_id(self) -> int:
-        pad = getattr(self._structure.tokenizer, "pad_token_id", None)
-        return 0 if pad is None or pad >= self.description.vocabulary else pad
 
     def __repr__(self) -> str:
         shape = self.description

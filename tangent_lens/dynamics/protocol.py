@@ -29,7 +29,7 @@ from tangent_lens.measures.plan import Plan, check_proxies, plan_measurement
 from tangent_lens.measures.report import CorpusDescription, Settings, library_versions, now
 from tangent_lens.measures.uncertainty import with_adjusted_p_values
 from tangent_lens.models.checkpoints import CheckpointSource
-from tangent_lens.models.protocol import Model, ModelDescription
+from tangent_lens.models.protocol import Model, ModelDescription, pad_id_of
 from tangent_lens.progress import NoProgress, Progress
 from tangent_lens.recording.corpus import Corpus
 from tangent_lens.recording.losses import choose_loss
@@ -288,11 +288,10 @@ class _Run:
         )
 
     def _batching(self, model: Model) -> dict[str, Any]:
-        settings, pad = self.settings, getattr(model.tokenizer, "pad_token_id", None)
-        known = pad is not None and pad < model.description.vocabulary
+        settings = self.settings
         return {
             "padding_side": settings.padding_side,
-            "pad_id": pad if known else 0,
+            "pad_id": pad_id_of(model),
             "skip_first": settings.skip_first,
             "skip_special": settings.skip_special,
         }

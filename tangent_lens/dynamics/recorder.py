@@ -21,7 +21,7 @@ from tangent_lens.measures.plan import plan_measurement
 from tangent_lens.measures.report import Measurement, Report, Settings, Space, flat_row
 from tangent_lens.models.checkpoints import CheckpointSource, state_checkpoints
 from tangent_lens.models.loading import with_weights, wrap
-from tangent_lens.models.protocol import Model
+from tangent_lens.models.protocol import Model, pad_id_of
 from tangent_lens.recording.corpus import Corpus
 from tangent_lens.recording.losses import Loss, choose_loss
 from tangent_lens.recording.moments import NonFiniteRows
@@ -311,7 +311,7 @@ class TangentRecorder:
             self._corpus = read_corpus(self._texts, model.tokenizer, **reading, name="probe")
         plan = plan_measurement(model, sites, settings)
         objective = choose_loss(self._loss, model, settings.seed)
-        return measure_model(model, self._corpus, settings, plan, objective, pad_id=_pad_id(model))
+        return measure_model(model, self._corpus, settings, plan, objective, pad_id=pad_id_of(model))
 
     def _wrapped(self, model: Any) -> Model:
         if self._model is None or self._model[0] is not model:
@@ -322,11 +322,6 @@ class TangentRecorder:
 
 def _median(values: Iterable[float]) -> float:
     return float(np.median(list(values)))
-
-
-def _pad_id(model: Model) -> int:
-    pad = getattr(model.tokenizer, "pad_token_id", None)
-    return 0 if pad is None or pad >= model.description.vocabulary else pad
 
 
 def _write_state(module: torch.nn.Module, folder: Path, step: int) -> Path:

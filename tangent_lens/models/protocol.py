@@ -230,6 +230,12 @@ class Model(Protocol):
         ...
 
 
+def pad_id_of(model: Model) -> int:
+    """What stands at padding: the tokenizer's own token, or 0 where it has none that the model knows."""
+    pad = getattr(model.tokenizer, "pad_token_id", None)
+    return 0 if pad is None or pad >= model.description.vocabulary else pad
+
+
 def runs_remotely(model: Any) -> bool:
     """Whether a model's weights are on a server, so that sums are all that can be had of it."""
     return hasattr(model, "jobs")

@@ -231,20 +231,19 @@ class WeightGradient:
         return f"{self.kind}.{self.layer}"
 
 
-class WeightReceiver:
-    """Weight gradients of the maps that share one module (fused queries, keys and values are one product).
+class MapReceiver:
+    """Pairs the input rows of maps that share one module with the gradients of its output; what is summed is its heirs' matter.
 
-    The parameters themselves need no gradient: G is formed from the map's input rows and the gradient of its output.
+    Attributes:
+        fired: how many outputs passed; answered: how many of them got a gradient.
     """
 
     def __init__(self, maps: Iterable[LinearMap], selection: Selection) -> None:
         self.maps = tuple(maps)
         self.selection = selection
-        self.rows = 0
         self.fired = 0
         self.answered = 0
         self._inputs: Tensor | None = None
-        self._sums: tuple[Tensor, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -267,9 +266,25 @@ class WeightReceiver:
         check_unchanged(inputs, version, self.name)
         self.answered += 1
         # A model spread over devices moves a map's input inside the map, after the tap has seen it.
-        inputs = inputs.to(signal.device)
-        pairs = zip(choice.rows(inputs).split(ROWS_A_PRODUCT), choice.rows(signal).split(ROWS_A_PRODUCT), strict=True)
-        for u, delta in pairs:
+        self._take_pair(choice.rows(inputs.to(signal.device)), choice.rows(signal))
+
+    def _take_pair(self, inputs: Float[Tensor, "n in"], signals: Float[Tensor, "n out"]) -> None:
+        raise NotImplementedError
+
+
+class WeightReceiver(MapReceiver):
+    """Weight gradients of the maps that share one module (fused queries, keys and values are one product).
+
+    The parameters themselves need no gradient: G is formed from the map's input rows and the gradient of its output.
+    """
+
+    def __init__(self, maps: Iterable[LinearMap], selection: Selection) -> None:
+        super().__init__(maps, selection)
+        self.rows = 0
+        self._sums: tuple[Tensor, ...] | None = None
+
+    def _take_pair(self, inputs: Tensor, signals: Tensor) -> None:
+        for u, delta in zip(inputs.split(ROWS_A_PRODUCT), signals.split(ROWS_A_PRODUCT), strict=True):
             self._add(
                 u if u.dtype == torch.float64 else u.float(), delta if delta.dtype == torch.float64 else delta.float()
             )

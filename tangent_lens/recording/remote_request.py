@@ -12,6 +12,7 @@ from tangent_lens.models.ndif import NdifModel
 from tangent_lens.models.protocol import Batch, LinearMap, TapPoint
 from tangent_lens.recording.losses import CausalLoss, Loss, causal_targets
 from tangent_lens.recording.masking import MaskedLoss
+from tangent_lens.recording.moments import NonFiniteRows
 
 
 class SumsRequest:
@@ -119,8 +120,6 @@ def check_finite(sums: dict[str, dict[str, Any]]) -> None:
     Raises:
         NonFiniteRows: with the key of the sum.
     """
-    from tangent_lens.recording.moments import NonFiniteRows
-
     for key, one in sums.items():
         for value in one.values():
             if isinstance(value, Tensor) and not bool(torch.isfinite(value).all()):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tangent_lens.models.protocol import LinearMap
 from tangent_lens.recording.moments import device_with_float64
-from tangent_lens.recording.receivers import PositionVariance, Selection, check_first_answer, check_unchanged
+from tangent_lens.recording.receivers import MapReceiver, PositionVariance, Selection, check_first_answer
 from tangent_lens.recording.row_choice import RowChoice
 from tangent_lens.recording.sketch import SketchedGradient, SketchedMoments, gaussian_number, left_directions, left_seed
 from tangent_lens.recording.taps import GradientReceiver, SiteNeverFired
@@ -139,45 +139,20 @@ class SketchReceiver:
         return self.sketch
 
 
-class SketchedWeightReceiver:
+class SketchedWeightReceiver(MapReceiver):
     """Sketched weight gradients of the maps that share one module."""
 
     def __init__(self, maps: Iterable[LinearMap], selection: Selection, sketch: GradientSketch) -> None:
-        self.maps = tuple(maps)
-        self.selection = selection
+        super().__init__(maps, selection)
         self.sketch = sketch
-        self.fired = 0
-        self.answered = 0
-        self._inputs: Tensor | None = None
         self._sums: list[SketchedGradient] = []
 
-    @property
-    def name(self) -> str:
-        """The first map's name."""
-        return self.maps[0].name
-
-    def take_input(self, activation: Tensor) -> None:
-        """The map's input rows, kept until the gradient of its output has come."""
-        self._inputs = activation
-
-    def take_output(self, activation: Tensor) -> GradientReceiver:
-        """The map's output passes: pair its coming gradient with the input."""
-        self.fired += 1
-        inputs, self._inputs = self._inputs, None
-        if inputs is None:
-            raise SiteNeverFired(f"{self.name}: its output passed without its input; this module is called oddly")
-        return partial(self._take_signal, inputs, inputs._version, self.selection.current)
-
-    def _take_signal(self, inputs: Tensor, version: int, choice: RowChoice, signal: Tensor) -> None:
-        check_unchanged(inputs, version, self.name)
-        self.answered += 1
-        # A model spread over devices moves a map's input inside the map, after the tap has seen it.
-        rows, delta = choice.rows(inputs.to(signal.device)), choice.rows(signal)
+    def _take_pair(self, inputs: Tensor, signals: Tensor) -> None:
         if not self._sums:
-            self._sums = [self._sum_of(one, delta) for one in self.maps]
+            self._sums = [self._sum_of(one, signals) for one in self.maps]
         for one, total in zip(self.maps, self._sums, strict=True):
             columns = one.output.columns
-            total.update(delta if columns is None else delta[:, columns.to(delta.device)], rows)
+            total.update(signals if columns is None else signals[:, columns.to(signals.device)], inputs)
 
     def _sum_of(self, one: LinearMap, delta: Tensor) -> SketchedGradient:
         matrix, columns = self.sketch.at_inputs[one.reads], one.output.columns
