@@ -57,7 +57,7 @@ format: ## repair style and formatting
 	$(python) -m ruff check --fix .
 	$(python) -m ruff format .
 
-bench: ## measure recording, isotropy, attention, controls, semi-NMF and sketches against the alternatives
+bench: ## measure recording, isotropy, attention, controls, semi-NMF, sketches and geometry against the alternatives
 	@$(environment) bench
 	$(python) benchmarks/recording.py
 	$(python) benchmarks/isotropy.py
@@ -66,6 +66,7 @@ bench: ## measure recording, isotropy, attention, controls, semi-NMF and sketche
 	$(python) benchmarks/semi_nmf.py
 	$(python) benchmarks/sketch.py
 	$(python) benchmarks/remote_scaling.py
+	$(python) benchmarks/geometry.py
 
 build: ## build the wheel and the source archive into dist/
 	@$(environment) test

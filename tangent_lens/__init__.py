@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tangent_lens.dynamics.callback import TangentCallback as TangentCallback
     from tangent_lens.dynamics.comparison import dynamics_table as dynamics_table
+    from tangent_lens.dynamics.geometry_run import GeometryRun as GeometryRun
+    from tangent_lens.dynamics.geometry_run import geometry_checkpoints as geometry_checkpoints
     from tangent_lens.dynamics.recorder import TangentRecorder as TangentRecorder
     from tangent_lens.dynamics.report import DynamicsReport as DynamicsReport
     from tangent_lens.dynamics.run import measure_checkpoints as measure_checkpoints
@@ -27,22 +29,39 @@ if TYPE_CHECKING:
     from tangent_lens.measures.bootstrap import bootstrap as bootstrap
     from tangent_lens.measures.comparison import Comparison as Comparison
     from tangent_lens.measures.comparison import compare as compare
+    from tangent_lens.measures.concept_geometry import concept_geometry as concept_geometry
+    from tangent_lens.measures.concept_geometry import depth_geometry as depth_geometry
     from tangent_lens.measures.cosine import mean_cosine as mean_cosine
     from tangent_lens.measures.cosine import mean_cosine_of as mean_cosine_of
+    from tangent_lens.measures.curvature import principal_curvatures as principal_curvatures
+    from tangent_lens.measures.curvature import second_fundamental_form as second_fundamental_form
+    from tangent_lens.measures.curvature_summary import curvature_summary as curvature_summary
+    from tangent_lens.measures.curvature_visibility import curvature_visibility as curvature_visibility
+    from tangent_lens.measures.curvature_visibility import radii_of as radii_of
+    from tangent_lens.measures.curvature_visibility import visibility_by_concentration as visibility_by_concentration
     from tangent_lens.measures.dimension import intrinsic_dimension as intrinsic_dimension
     from tangent_lens.measures.energy import EnergyTest as EnergyTest
     from tangent_lens.measures.energy import energy_fraction as energy_fraction
     from tangent_lens.measures.energy import energy_test as energy_test
     from tangent_lens.measures.enrichment import FrequencyBuckets as FrequencyBuckets
     from tangent_lens.measures.enrichment import tangent_enrichment as tangent_enrichment
+    from tangent_lens.measures.explained_normal import explained_normal as explained_normal
     from tangent_lens.measures.frequency import contextual_spread as contextual_spread
     from tangent_lens.measures.frequency import token_frequencies as token_frequencies
     from tangent_lens.measures.frequency import trajectory_spread as trajectory_spread
     from tangent_lens.measures.frequency_report import FrequencyReport as FrequencyReport
+    from tangent_lens.measures.geometry_report import GeometryReport as GeometryReport
+    from tangent_lens.measures.gradient_order import gradient_order as gradient_order
+    from tangent_lens.measures.gradient_rows import TokenGradients as TokenGradients
+    from tangent_lens.measures.gradient_rows import parabola_gradients as parabola_gradients
     from tangent_lens.measures.isotropy import IsotropyTest as IsotropyTest
     from tangent_lens.measures.isotropy import iso_score as iso_score
     from tangent_lens.measures.isotropy import iso_score_without as iso_score_without
     from tangent_lens.measures.isotropy import isotropy_test as isotropy_test
+    from tangent_lens.measures.local_tangent import fit_local_tangent as fit_local_tangent
+    from tangent_lens.measures.manifolds import Manifold as Manifold
+    from tangent_lens.measures.neighbourhoods import neighbourhood_agreement as neighbourhood_agreement
+    from tangent_lens.measures.neighbourhoods import neighbourhood_overlap as neighbourhood_overlap
     from tangent_lens.measures.overlaps import Overlaps as Overlaps
     from tangent_lens.measures.overlaps import Stability as Stability
     from tangent_lens.measures.overlaps import compare_subspaces as compare_subspaces
@@ -51,6 +70,7 @@ if TYPE_CHECKING:
     from tangent_lens.measures.overlaps import stability_over_seeds as stability_over_seeds
     from tangent_lens.measures.partition import partition_isotropy as partition_isotropy
     from tangent_lens.measures.report import Report as Report
+    from tangent_lens.measures.seen_curvature import seen_curvature as seen_curvature
     from tangent_lens.measures.sketched import sketched_energy_test as sketched_energy_test
     from tangent_lens.measures.sketched import sketched_isotropy_test as sketched_isotropy_test
     from tangent_lens.measures.sketched_matrix import gradient_directions as gradient_directions
@@ -62,6 +82,7 @@ if TYPE_CHECKING:
     from tangent_lens.measures.spectrum import rank_me as rank_me
     from tangent_lens.measures.spectrum import spectrum_of as spectrum_of
     from tangent_lens.measures.spectrum import stable_rank as stable_rank
+    from tangent_lens.measures.tangent_order import tangent_order as tangent_order
     from tangent_lens.models.checkpoints import folder_checkpoints as folder_checkpoints
     from tangent_lens.models.checkpoints import hub_checkpoints as hub_checkpoints
     from tangent_lens.models.checkpoints import state_checkpoints as state_checkpoints
@@ -107,6 +128,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "dynamics.callback": ("TangentCallback",),
     "dynamics.comparison": ("dynamics_table",),
+    "dynamics.geometry_run": ("GeometryRun", "geometry_checkpoints"),
     "dynamics.recorder": ("TangentRecorder",),
     "dynamics.report": ("DynamicsReport",),
     "dynamics.run": ("measure_checkpoints",),
@@ -117,24 +139,37 @@ _HOMES = {
     "measures.attention_report": ("AttentionReport",),
     "measures.bootstrap": ("Interval", "adjusted_p_values", "bootstrap"),
     "measures.comparison": ("Comparison", "compare"),
+    "measures.concept_geometry": ("concept_geometry", "depth_geometry"),
     "measures.cosine": ("mean_cosine", "mean_cosine_of"),
+    "measures.curvature": ("principal_curvatures", "second_fundamental_form"),
+    "measures.curvature_summary": ("curvature_summary",),
+    "measures.curvature_visibility": ("curvature_visibility", "radii_of", "visibility_by_concentration"),
     "measures.dimension": ("intrinsic_dimension",),
     "measures.energy": ("EnergyTest", "energy_fraction", "energy_test"),
     "measures.enrichment": ("FrequencyBuckets", "tangent_enrichment"),
+    "measures.explained_normal": ("explained_normal",),
     "measures.frequency": ("contextual_spread", "token_frequencies", "trajectory_spread"),
     "measures.frequency_report": ("FrequencyReport",),
+    "measures.geometry_report": ("GeometryReport",),
+    "measures.gradient_order": ("gradient_order",),
+    "measures.gradient_rows": ("TokenGradients", "parabola_gradients"),
     "measures.isotropy": ("IsotropyTest", "iso_score", "iso_score_without", "isotropy_test"),
+    "measures.local_tangent": ("fit_local_tangent",),
+    "measures.manifolds": ("Manifold",),
+    "measures.neighbourhoods": ("neighbourhood_agreement", "neighbourhood_overlap"),
     "measures.overlaps": (
         "Overlaps", "Stability", "compare_subspaces", "projection_distance", "stability_over_halves",
         "stability_over_seeds",
     ),
     "measures.partition": ("partition_isotropy",),
     "measures.report": ("Report",),
+    "measures.seen_curvature": ("seen_curvature",),
     "measures.sketched": ("sketched_energy_test", "sketched_isotropy_test"),
     "measures.sketched_matrix": ("gradient_directions", "gradient_probes"),
     "measures.spectrum": (
         "Spectrum", "effective_rank", "participation_ratio", "power_law", "rank_me", "spectrum_of", "stable_rank",
     ),
+    "measures.tangent_order": ("tangent_order",),
     "models.checkpoints": ("folder_checkpoints", "hub_checkpoints", "state_checkpoints"),
     "models.remote_jobs": ("GradientsRefused", "Remote", "RemoteRunFailed"),
     "recording.corpus": ("Corpus", "reference_prose"),

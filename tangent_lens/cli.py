@@ -15,6 +15,7 @@ from rich.table import Table
 from tangent_lens import __version__
 from tangent_lens.cli_dynamics import dynamics
 from tangent_lens.cli_frequency import frequency as frequency_command
+from tangent_lens.cli_geometry import geometry as geometry_command
 from tangent_lens.cli_options import (
     PROSE,
     Backend,
@@ -303,6 +304,7 @@ def demo(
 app.command()(ablate)
 app.command()(dynamics)
 app.command("frequency")(frequency_command)
+app.command("geometry")(geometry_command)
 app.command()(overlaps)
 app.command()(shape)
 

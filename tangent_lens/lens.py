@@ -7,18 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from tangent_lens.dynamics.trajectory import trajectory_for
 from tangent_lens.measures.ablation import AblationReport, measure_ablation
 from tangent_lens.measures.attention_measure import measure_attention
 from tangent_lens.measures.attention_report import AttentionReport, AttentionSettings
-from tangent_lens.measures.frequency import TokenFrequencies, token_frequencies
-from tangent_lens.measures.frequency_measure import measure_frequency
-from tangent_lens.measures.frequency_report import FrequencyReport, FrequencySettings
 from tangent_lens.measures.measure import measure_model
 from tangent_lens.measures.plan import plan_measurement
 from tangent_lens.measures.report import Report, Settings
-from tangent_lens.model_view import ModelView
-from tangent_lens.models.checkpoints import CheckpointSource
 from tangent_lens.models.loading import load
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS, pad_id_of
 from tangent_lens.models.remote_jobs import Remote
@@ -28,9 +22,10 @@ from tangent_lens.recording.losses import Loss, choose_loss
 from tangent_lens.recording.reading import Texts
 from tangent_lens.sites import SiteSelection
 from tangent_lens.subspaces.subspace import Subspace
+from tangent_lens.token_view import TokenView
 
 
-class Lens(ModelView):
+class Lens(TokenView):
     """A model seen through its hook points, and what can be measured there.
 
     Args:
@@ -262,75 +257,4 @@ class Lens(ModelView):
             padding_side=padding_side,
             pad_id=pad_id_of(self._structure),
             progress=chosen_progress(progress),
-        )
-
-    def frequency(
-        self,
-        texts: Texts,
-        sites: SiteSelection | None = None,
-        *,
-        rank: int | float | str = 16,
-        min_count: int = 10,
-        buckets: int = 5,
-        loss: str | Loss | Callable[[Any, Any], Tensor] | None = None,
-        seed: int = 0,
-        fit_fraction: float = 0.5,
-        frequencies: TokenFrequencies | Mapping[int, float] | Sequence[float] | Tensor | None = None,
-        checkpoints: CheckpointSource | None = None,
-        skip_first: bool = False,
-        skip_special: bool = False,
-        batch_size: int = 8,
-        padding_side: str = "right",
-        progress: bool | Progress = True,
-        **corpus_options: Any,
-    ) -> FrequencyReport:
-        """How the frequency of tokens goes with the spread of their rows over contexts, and with their gradients' energy.
-
-        Two forward passes over all sequences for the spreads, one over the fit sequences for the tangent proxies, one with
-        gradients over the test sequences. Memory is width float64 numbers a site and token of ``min_count`` rows or more.
-
-        Args:
-            sites: resid_post of every layer by default.
-            rank, loss, fit_fraction: as of :meth:`measure`. A masked-token loss masks nothing in the passes for the spreads.
-            min_count: occurrences that a token needs; means of rarer ones are mostly noise.
-            buckets: of about equal mass, in which gradient energy is measured.
-            seed: of the split, of the masks, and of the tokens kept for the plot.
-            frequencies: counts or shares by token id, for example of the training data; by default counted over the texts.
-            checkpoints: also how far the embedding rows travel over these; each is opened twice, one at a time. Of tokens of
-                ``min_count`` occurrences or, with frequencies given, of all that have one.
-            corpus_options: as of :meth:`corpus`.
-
-        Raises:
-            ValueError: too few tokens, a site where context plays no part, or settings that do not fit.
-        """
-        corpus = self.corpus(texts, **corpus_options)
-        if isinstance(corpus, InputCorpus):
-            raise ValueError("a module of unknown structure reads no tokens, and only tokens have a frequency")
-        self._check_padding(padding_side)
-        objective, shown = choose_loss(loss, self.model, seed), chosen_progress(progress)
-        settings = FrequencySettings(
-            rank=rank,
-            min_count=min_count,
-            buckets=buckets,
-            loss=objective.name,
-            seed=seed,
-            fit_fraction=fit_fraction,
-            skip_first=skip_first,
-            skip_special=skip_special,
-            batch_size=batch_size,
-            padding_side=padding_side,
-            frequencies="corpus" if frequencies is None else "given",
-        )
-        known = None if frequencies is None else token_frequencies(frequencies)
-        travelled = None if checkpoints is None else trajectory_for(checkpoints, corpus, known, min_count, shown)
-        return measure_frequency(
-            self.model,
-            corpus,
-            self._chosen(sites),
-            settings,
-            objective,
-            frequencies=known,
-            trajectory=travelled,
-            pad_id=pad_id_of(self._structure),
-            progress=shown,
         )

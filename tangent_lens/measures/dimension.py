@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tangent_lens.measures.cosine import checked_rows
+from tangent_lens.measures.neighbourhoods import first_of_equals
 
 METHODS = ("two_nn", "mle")
 # The standard error of either estimate is about the dimension over the root of the rows: a quarter of it at 16.
 _FEWEST_ROWS = 20
-# One token in two batches of different shapes gives rows that differ by this much of a row's size, in float32.
-_ROUNDING = 1e-5
+
+
+class TooFewRows(ValueError):
+    """Fewer distinct rows than an estimate needs."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,15 @@ def intrinsic_dimension(
 
     Raises:
         ImportError: scikit-dimension is not installed.
-        ValueError: an unknown method or option out of range; rows not of shape (n, d) or not finite; too few distinct
-            rows; or rows so near to each other that their distances are rounding.
+        TooFewRows: too few distinct rows.
+        ValueError: an unknown method or option out of range; rows not of shape (n, d) or not finite; or rows so near to
+            each other that their distances are rounding.
     """
     estimator, options, fewest = _chosen(method, neighbours, discard_fraction)
     values = checked_rows(rows)
-    distinct = values[_first_of_equals(values)]
+    distinct = values[first_of_equals(values).unique()]
     if len(distinct) < fewest:
-        raise ValueError(
+        raise TooFewRows(
             f"{len(distinct)} distinct rows of {len(values)} are too few for {method!r}, which needs {fewest}; use more text"
         )
     dimension = _estimated(estimator, options, distinct)
@@ -77,36 +82,24 @@ def _chosen(method: str, neighbours: int, discard_fraction: float) -> tuple[Any,
         raise ValueError(f"neighbours={neighbours} give no estimate; use 3 or more (20 is usual)")
     if not 0 <= discard_fraction < 1:
         raise ValueError(f"discard_fraction={discard_fraction} must lie in [0, 1); 0.1 is usual")
+    estimators = check_installed()
+    if method == "mle":
+        return estimators.MLE(), {"n_neighbors": neighbours}, max(_FEWEST_ROWS, neighbours + 1)
+    return estimators.TwoNN(discard_fraction=discard_fraction), {}, _FEWEST_ROWS
+
+
+def check_installed() -> Any:
+    """scikit-dimension's estimators.
+
+    Raises:
+        ImportError: not installed; the sentence says what to install.
+    """
     try:
-        from skdim.id import MLE, TwoNN  # pyright: ignore[reportMissingImports]
+        return importlib.import_module("skdim.id")
     except ImportError as problem:
         raise ImportError(
             f'intrinsic dimensions need scikit-dimension ({problem}): pip install "tangent-lens[dimension]"'
         ) from problem
-    if method == "mle":
-        return MLE(), {"n_neighbors": neighbours}, max(_FEWEST_ROWS, neighbours + 1)
-    return TwoNN(discard_fraction=discard_fraction), {}, _FEWEST_ROWS
-
-
-def _first_of_equals(rows: Float[Tensor, "n d"]) -> Int[Tensor, " m"]:
-    """Places of the rows without those that equal an earlier one up to the rounding of the model that made them."""
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import connected_components
-    from scipy.spatial import KDTree
-
-    centred = rows - rows.mean(dim=0)
-    radius = _ROUNDING * float(centred.square().sum(dim=1).mean().sqrt())
-    # Four directions tell almost all rows apart; whole rows are compared only where these do not.
-    along = torch.linalg.svd(centred[: 4 * len(rows[0])], full_matrices=False).Vh[:4]
-    pairs = KDTree((centred @ along.T).numpy()).query_pairs(radius, output_type="ndarray")
-    near = torch.from_numpy(pairs).long()
-    near = near[(rows[near[:, 0]] - rows[near[:, 1]]).norm(dim=1) <= radius]
-    count = len(rows)
-    graph = csr_matrix((torch.ones(len(near)).numpy(), (near[:, 0].numpy(), near[:, 1].numpy())), shape=(count, count))
-    _, group = connected_components(graph, directed=False)
-    groups = torch.from_numpy(group).long()
-    first = torch.full((int(groups.max()) + 1,), count).scatter_reduce_(0, groups, torch.arange(count), "amin")
-    return first.sort().values
 
 
 def _estimated(estimator: Any, options: dict[str, Any], distinct: Float[Tensor, "n d"]) -> float:
@@ -115,7 +108,7 @@ def _estimated(estimator: Any, options: dict[str, Any], distinct: Float[Tensor, 
     centred = centred / centred.abs().max()
     if centred.shape[1] == 1:
         # scikit-dimension refuses a single column; a column of zeros changes no distance.
-        centred = torch.nn.functional.pad(centred, (0, 1))
+        centred = pad(centred, (0, 1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dimension = float(estimator.fit(centred.numpy(), **options).dimension_)

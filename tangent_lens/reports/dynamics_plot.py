@@ -39,7 +39,7 @@ def plot_dynamics(report: DynamicsReport) -> Any:
     for axes, draw in zip(panels.flat, draws, strict=True):
         _shade_windows(axes, report)
         draw(axes, report)
-    _scale_steps(panels[0, 0], report.steps())
+    scale_steps(panels[0, 0], report.steps())
     for axes in panels[1]:
         axes.set_xlabel("training step")
     rank = report.settings.rank
@@ -49,7 +49,7 @@ def plot_dynamics(report: DynamicsReport) -> Any:
     return figure
 
 
-def _scale_steps(axes: Any, steps: Sequence[int]) -> None:
+def scale_steps(axes: Any, steps: Sequence[int]) -> None:
     """Logarithmic, with room for step 0."""
     least = min((step for step in steps if step > 0), default=1)
     if steps[0] > 0:

@@ -13,20 +13,28 @@ from rich.table import Table
 from rich.text import Text
 
 from tangent_lens.dynamics.comparison import DynamicsTable
+from tangent_lens.dynamics.geometry_run import GeometryRun
 from tangent_lens.dynamics.report import DynamicsReport
 from tangent_lens.measures.ablation import AblationReport
 from tangent_lens.measures.activation_shape import ShapeReport
 from tangent_lens.measures.attention import AttentionDominance
 from tangent_lens.measures.attention_report import AttentionHeads, AttentionReport
 from tangent_lens.measures.comparison import Comparison
+from tangent_lens.measures.concept_geometry import DepthGeometry
+from tangent_lens.measures.curvature_summary import CurvatureSummary
+from tangent_lens.measures.curvature_visibility import VisibilitySweep
 from tangent_lens.measures.energy import EnergyTest
 from tangent_lens.measures.enrichment import TangentEnrichment
 from tangent_lens.measures.frequency import FrequencyCorrelation
 from tangent_lens.measures.frequency_report import FrequencyReport
+from tangent_lens.measures.geometry_report import GeometryReport
+from tangent_lens.measures.gradient_order import GradientOrder
 from tangent_lens.measures.isotropy import IsotropyTest
 from tangent_lens.measures.overlaps import Overlaps, Stability
 from tangent_lens.measures.report import MapsView, Measurement, Report, Space
+from tangent_lens.measures.seen_curvature import SeenCurvature
 from tangent_lens.measures.spectrum import Spectrum
+from tangent_lens.measures.tangent_order import TangentOrder
 from tangent_lens.models.protocol import ATTENTION_MAPS, MLP_MAPS
 from tangent_lens.reports.ablation_table import ablation_table
 from tangent_lens.reports.attention_tables import attention_heads_view, attention_layer_view, attention_report_view
@@ -35,6 +43,10 @@ from tangent_lens.reports.comparison_table import comparison_table
 from tangent_lens.reports.dynamics_tables import dynamics_view, several_view
 from tangent_lens.reports.frame import fits, header_lines, rank_line, warning_lines
 from tangent_lens.reports.frequency_table import correlation_view, enrichment_view, frequency_view
+from tangent_lens.reports.geometry_gradients import gradient_view
+from tangent_lens.reports.geometry_parts import curvature_view, depth_view, order_view, seen_view, sweep_view
+from tangent_lens.reports.geometry_run_table import geometry_run_view
+from tangent_lens.reports.geometry_tables import geometry_view
 from tangent_lens.reports.layer_rows import extras_said, fit_site_said, loss_said, rows_by_layer
 from tangent_lens.reports.numbers import number, p_value, percent, signed, small, thousandths
 from tangent_lens.reports.overlap_tables import overlaps_view, stability_view
@@ -85,6 +97,14 @@ for _kind, _view in (
     (FrequencyReport, frequency_view),
     (FrequencyCorrelation, correlation_view),
     (TangentEnrichment, enrichment_view),
+    (GeometryReport, geometry_view),
+    (GeometryRun, geometry_run_view),
+    (TangentOrder, order_view),
+    (CurvatureSummary, curvature_view),
+    (SeenCurvature, seen_view),
+    (GradientOrder, gradient_view),
+    (DepthGeometry, depth_view),
+    (VisibilitySweep, sweep_view),
 ):
     table_of.register(_kind, _view)
 
