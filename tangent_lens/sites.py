@@ -173,7 +173,7 @@ def resolve(
     """The sites of a model that a selection names, each once, in the order of the forward pass.
 
     Args:
-        selection: a name, a Site, a pattern, or any iterable of these.
+        selection: a name, names between commas (``resid_post.4,14,query.0:2``), a Site, a pattern, or any iterable of these.
         available: every site that the model has.
         absent: for kinds, or single sites, that the model lacks, the reason in a sentence.
         misleading_names: TransformerLens names that mean another tensor in this model, and what to write instead.
@@ -183,7 +183,7 @@ def resolve(
             nearest names).
     """
     parts = [selection] if isinstance(selection, (str, Site, SitePattern)) else list(selection)
-    words = [word for part in parts for word in (part.split(",") if isinstance(part, str) else [part])]
+    words = [word for part in parts for word in (_words(part) if isinstance(part, str) else [part])]
     named = {site.label: site for site in available if site.label}
     found: set[Site] = set()
     for word in words:
@@ -199,6 +199,16 @@ def resolve(
     if not found:
         raise ValueError("no site selected; name at least one, for example resid_post.*")
     return tuple(site for site in available if site in found)
+
+
+def _words(text: str) -> list[str]:
+    """What stands between commas; a layer alone is of the kind before it: ``resid_post.4,14``."""
+    found: list[str] = []
+    for word in (part.strip() for part in text.split(",")):
+        bare = re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?", word)
+        kind = found[-1].rpartition(".")[0] if bare and found else ""
+        found.append(f"{kind}.{word}" if kind in LAYER_KINDS else word)
+    return found
 
 
 def _named(word: str | Site | SitePattern, named: Mapping[str, Site]) -> list[Site]:

@@ -362,3 +362,38 @@ class TestNamedSites:
         assert len({Site(NAMED, label="a"), Site(NAMED, label="a")}) == 1
         assert NAMED not in KINDS
         assert Site(NAMED, label="resid_post.3") != Site("resid_post", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("resid_post.0,2", ["resid_post.0", "resid_post.2"]),
+        ("resid_post.0, 2 ,-1", ["resid_post.0", "resid_post.2", f"resid_post.{LAYERS - 1}"]),
+        ("query.1,resid_post.0,1:3", ["query.1", "resid_post.0", "resid_post.1", "resid_post.2"]),
+        ("resid_post.:2,query.0", ["resid_post.0", "resid_post.1", "query.0"]),
+    ],
+)
+def test_layers_between_commas_are_of_the_kind_before_them(text, expected):
+    assert set(names(text)) == set(expected)
+
+
+@pytest.mark.parametrize("text", ["2", "2,resid_post.0", "embedding,2"])
+def test_a_layer_before_any_kind_names_no_site(text):
+    with pytest.raises(ValueError, match="names no site"):
+        resolve(text, AVAILABLE)
+
+
+def test_what_the_commands_give_as_an_example_names_sites():
+    """A help text once named sites that could not be read."""
+    from typer.main import get_command
+
+    from tangent_lens import cli
+
+    deep = [Site("resid_post", layer) for layer in range(40)]
+    seen = 0
+    for command in get_command(cli.app).commands.values():
+        for option in command.params:
+            for example in re.findall(r"(?:resid_post|query)\.[-0-9:*,]*[0-9*]", getattr(option, "help", None) or ""):
+                assert resolve(example, deep)
+                seen += 1
+    assert seen >= 2
