@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import httpx
 import nnsight
+import numpy as np
 import pytest
 import torch
 from nnsight.intervention.backends.remote import RemoteError
@@ -302,3 +303,17 @@ class TestTheRehearsal:
             envoy.output.logits.sum().backward()
         with pytest.raises(RemoteError, match="does not require grad"):
             backend()
+
+
+def test_local_geometry_is_that_of_a_run_here(remote_lens, local_lens, remote):
+    draw = np.random.default_rng(1)
+    texts = [(2 + draw.zipf(1.3, size=12) % 60).tolist() for _ in range(60)]
+    options = {"occurrences": 24, "buckets": 2, "tokens": 3, "m": 2, "neighbours": 5, "linear_m": 3, "progress": False}
+    here = local_lens.geometry(texts, gradient_layers=0, **options)
+    there = remote_lens.geometry(texts, gradient_layers=0, remote=remote(), **options)
+    assert there.buckets == here.buckets and remote_lens.traffic.jobs > 0
+    for found, expected in ((there.to_pandas(), here.to_pandas()), (there.depth.to_pandas(), here.depth.to_pandas())):
+        numbers = expected.select_dtypes("number").columns
+        np.testing.assert_allclose(found[numbers], expected[numbers], rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="gradient_layers=0"):
+        remote_lens.geometry(texts, gradient_layers=1, remote=remote(), **options)

@@ -37,7 +37,7 @@ from tangent_lens.measures.neighbourhoods import checked_neighbours
 from tangent_lens.measures.report import library_versions, now
 from tangent_lens.measures.seen_curvature import summarise_seen
 from tangent_lens.measures.tangent_order import OrderParts, TangentOrder, order_parts, other_choices
-from tangent_lens.models.protocol import Batch, LinearMap, Model, width_of
+from tangent_lens.models.protocol import Batch, LinearMap, Model, runs_remotely, width_of
 from tangent_lens.progress import NoProgress, Progress
 from tangent_lens.recording.corpus import Corpus
 from tangent_lens.recording.losses import Loss
@@ -145,10 +145,14 @@ def chosen_maps(model: Model, sites: Sequence[Site], settings: GeometrySettings)
     """The maps asked for, in a few of the sites' layers, evenly apart.
 
     Raises:
-        ValueError: a kind of map that the model does not have.
+        ValueError: a kind of map that the model does not have, or a model on a server.
     """
     if not settings.gradient_layers:
         return ()
+    if runs_remotely(model):
+        raise ValueError(
+            "rows of gradients do not travel from a server; use gradient_layers=0, or measure where the model is"
+        )
     known = {one.kind for one in model.maps}
     missing = [kind for kind in settings.maps if kind not in known]
     if missing:
