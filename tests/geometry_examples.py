@@ -137,14 +137,14 @@ def geometry_report(layers: tuple[int, ...] = (3, 9), **changes) -> GeometryRepo
 
 def undetermined(one: BucketGeometry) -> BucketGeometry:
     """The same numbers with an exponent above the floor that the rows say nothing about."""
-    curved = dataclasses.replace(one.order.chosen.curved, exponent=1.35, low=EXPONENTS[0], high=EXPONENTS[-1])
-    chosen = dataclasses.replace(one.order.chosen, curved=curved)
+    above_floor = dataclasses.replace(one.order.chosen.above_floor, exponent=1.35, low=EXPONENTS[0], high=EXPONENTS[-1])
+    chosen = dataclasses.replace(one.order.chosen, above_floor=above_floor)
     return dataclasses.replace(one, order=dataclasses.replace(one.order, chosen=chosen))
 
 
 def straight(one: BucketGeometry) -> BucketGeometry:
     """Without what only a normal part and many rows give."""
-    chosen = dataclasses.replace(one.order.chosen, normal=None, curved=None, normal_share=0.0)
+    chosen = dataclasses.replace(one.order.chosen, normal=None, above_floor=None, normal_share=0.0)
     order = dataclasses.replace(one.order, chosen=chosen, others=())
     return dataclasses.replace(one, order=order, curvature=None, seen=None)
 
@@ -176,4 +176,4 @@ def geometry_run(depth: bool = True, layers: tuple[int, ...] = (3, 5, 7, 9)) -> 
 
 def exponents_of(report: GeometryReport, name: str) -> np.ndarray:
     """Of all tokens at every site."""
-    return np.array([getattr(one.everything.order.chosen, name).estimate for one in report.sites])
+    return np.array([getattr(one.everything.order.chosen, name).exponent for one in report.sites])

@@ -163,7 +163,7 @@ class GradientOrder(Shown):
             return DEGENERATE
         count = len(self.tokens)
         over = "" if count == 1 else f" (median over {count - self.degenerate} of {count} tokens)"
-        return f"normal / tangent {self.median_ratio:.3g}{over}"
+        return f"normal / tangent {self.median_ratio:#.3g}{over}"
 
     def to_pandas(self) -> pandas.DataFrame:
         """One row a token."""

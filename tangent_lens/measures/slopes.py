@@ -40,13 +40,13 @@ class Slope:
     """An exponent: the slope of log y on log x, every group with an intercept of its own.
 
     Attributes:
-        estimate: the slope; 2 where y grows as the square of x.
+        exponent: the slope; 2 where y grows as the square of x.
         standard_error: robust to rows of one group that go together (one group alone: to unequal variances).
         low, high: interval at ``level`` by Student's t.
         rows, groups: behind it.
     """
 
-    estimate: float
+    exponent: float
     standard_error: float
     low: float
     high: float

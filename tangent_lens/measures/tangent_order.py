@@ -29,7 +29,7 @@ class OrderNumbers:
         normal: slope of log |normal part| on log t, over the tokens that have a normal part. Theory: 2. Noise alone gives about 1
             where the normal part is most of t, for it then grows as t, and less where it is not. None where there is no normal
             part but rounding.
-        curved: exponent of the normal part on the tangent radius |tangent part|, above a floor of noise. Theory: 2. None as
+        above_floor: exponent of the normal part on the tangent radius |tangent part|, above a floor of noise. Theory: 2. None as
             above.
         normal_share: E |normal|^2 / E t^2.
     """
@@ -38,7 +38,7 @@ class OrderNumbers:
     nearest: float
     tangent: Slope
     normal: Slope | None
-    curved: FlooredPower | None
+    above_floor: FlooredPower | None
     normal_share: float
 
 
@@ -84,11 +84,11 @@ def flat_order(one: OrderNumbers) -> dict[str, float | int | None]:
     """One choice as columns."""
     found: dict[str, float | int | None] = {"m": one.m, "nearest": one.nearest, "normal_share": one.normal_share}
     for name, slope in (("tangent", one.tangent), ("normal", one.normal)):
-        for part in ("estimate", "low", "high"):
-            found[name if part == "estimate" else f"{name}_{part}"] = None if slope is None else getattr(slope, part)
+        for part in ("exponent", "low", "high"):
+            found[name if part == "exponent" else f"{name}_{part}"] = None if slope is None else getattr(slope, part)
     for part in ("exponent", "low", "high", "floor", "floor_low", "floor_high"):
-        label = "curved" if part == "exponent" else f"curved_{part}"
-        found[label] = None if one.curved is None else getattr(one.curved, part)
+        label = "above_floor" if part == "exponent" else (part if part.startswith("floor") else f"above_floor_{part}")
+        found[label] = None if one.above_floor is None else getattr(one.above_floor, part)
     return found
 
 
@@ -127,8 +127,8 @@ class OrderParts:
         if not bent.any():
             return OrderNumbers(self.m, self.nearest, tangent, None, None, share)
         slope = pooled_slope(logs[bent], np.log(normal[bent]), groups[bent], level=level)
-        curved = self._curved(np.flatnonzero(own)[bent], level, seed)
-        return OrderNumbers(self.m, self.nearest, tangent, slope, curved, share)
+        above_floor = self._above_floor(np.flatnonzero(own)[bent], level, seed)
+        return OrderNumbers(self.m, self.nearest, tangent, slope, above_floor, share)
 
     def radii(self, tokens: Sequence[int] | None = None) -> tuple[float, float]:
         """Mean of t, and its standard deviation over its mean within a token, averaged over tokens."""
@@ -136,7 +136,7 @@ class OrderParts:
         of_token = [self.radius[own & (self.tokens == token)] for token in np.unique(self.tokens[own])]
         return float(self.radius[own].mean()), float(np.mean([one.std() / one.mean() for one in of_token]))
 
-    def _curved(self, own: np.ndarray, level: float, seed: int) -> FlooredPower:
+    def _above_floor(self, own: np.ndarray, level: float, seed: int) -> FlooredPower:
         chosen = np.unique(self.tokens[own])
         if len(chosen) > 1 and self.curves is not None:
             return self.curves.power(chosen, level=level, seed=seed)

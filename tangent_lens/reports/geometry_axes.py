@@ -9,7 +9,7 @@ import numpy as np
 
 from tangent_lens.measures.tangent_order import OrderNumbers
 
-TANGENT, NORMAL, CURVED = "#4477aa", "#cc6677", "#228833"
+TANGENT, NORMAL, ABOVE_FLOOR = "#4477aa", "#cc6677", "#228833"
 BUCKET_COLOURS = ("#ddaa33", "#66aacc", "#aa3377", "#999933", "#332288")
 DIMENSION_COLOURS = ("#4477aa", "#66ccee")
 SHARE_COLOURS = ("#228833", "#aa3377", "#ddaa33")
@@ -62,12 +62,12 @@ def line_with_band(axes: Any, x: np.ndarray, found: Sequence[Estimate], colour: 
 def slope_estimates(orders: Sequence[OrderNumbers], name: str) -> list[Estimate]:
     """Of the tangent or the normal part."""
     slopes = [getattr(one, name) for one in orders]
-    return [(None, None, None) if one is None else (one.estimate, one.low, one.high) for one in slopes]
+    return [(None, None, None) if one is None else (one.exponent, one.low, one.high) for one in slopes]
 
 
-def curved_estimates(orders: Sequence[OrderNumbers]) -> list[Estimate]:
+def above_floor_estimates(orders: Sequence[OrderNumbers]) -> list[Estimate]:
     """Of the normal part above its floor, where the rows determine it."""
-    found = [one.curved for one in orders]
+    found = [one.above_floor for one in orders]
     return [
         (one.exponent, one.low, one.high) if one is not None and one.determined else (None, None, None) for one in found
     ]
@@ -79,10 +79,10 @@ def draw_exponents(axes: Any, x: np.ndarray, orders: Sequence[OrderNumbers]) -> 
         axes.axhline(height, color="grey", linewidth=1, linestyle="--", zorder=0)
     line_with_band(axes, x, slope_estimates(orders, "tangent"), TANGENT, "tangent (theory 1)")
     line_with_band(axes, x, slope_estimates(orders, "normal"), NORMAL, "normal (theory 2)")
-    line_with_band(axes, x, curved_estimates(orders), CURVED, "normal above a floor (theory 2)")
+    line_with_band(axes, x, above_floor_estimates(orders), ABOVE_FLOOR, "normal above a floor (theory 2)")
     unsure, values = undetermined_exponents(x, orders)
     if len(unsure):
-        hollow = {"marker": "o", "markersize": 5, "markerfacecolor": "white", "color": CURVED}
+        hollow = {"marker": "o", "markersize": 5, "markerfacecolor": "white", "color": ABOVE_FLOOR}
         axes.plot(unsure, values, linestyle="", label="not determined", **hollow)
     axes.set_ylabel("exponent")
 
@@ -90,9 +90,9 @@ def draw_exponents(axes: Any, x: np.ndarray, orders: Sequence[OrderNumbers]) -> 
 def undetermined_exponents(x: np.ndarray, orders: Sequence[OrderNumbers]) -> tuple[list[float], list[float]]:
     """Places and exponents above a floor that the rows do not determine."""
     found = [
-        (float(place), one.curved.exponent)
+        (float(place), one.above_floor.exponent)
         for place, one in zip(x, orders, strict=True)
-        if one.curved is not None and one.curved.exponent is not None and not one.curved.determined
+        if one.above_floor is not None and one.above_floor.exponent is not None and not one.above_floor.determined
     ]
     return [place for place, _ in found], [exponent for _, exponent in found]
 

@@ -58,7 +58,7 @@ def order_groups(intervals: int, level: float = 0.95, place: int = 0) -> Groups:
     """
     heading = level_text(level)
     share = Column("share", lambda one: Text(percent(one.normal_share)), lambda one: one.normal_share, percent)
-    curved = Column("exponent", lambda one: curved_text(one.curved), curved_value, _exponent)
+    above_floor = Column("exponent", lambda one: above_floor_text(one.above_floor), above_floor_value, _exponent)
     floor = Column("floor", _floor, _floor_value, whole_percent)
     theory = (" (theory 1)", " (theory 2)") if intervals else ("", "")
     return [
@@ -69,7 +69,7 @@ def order_groups(intervals: int, level: float = 0.95, place: int = 0) -> Groups:
             "above a floor" + theory[1],
             place,
             [
-                *_with(intervals, curved, Column(heading, _curved_interval)),
+                *_with(intervals, above_floor, Column(heading, _above_floor_interval)),
                 *_with(intervals - 1, floor, Column(heading, _floor_interval)),
             ],
         ),
@@ -179,7 +179,7 @@ def optional_number(value: float | None) -> Text:
 
 def slope_text(slope: Slope | None) -> Text:
     """An exponent, or a dash."""
-    return NOTHING if slope is None else Text(f"{slope.estimate:.2f}")
+    return NOTHING if slope is None else Text(f"{slope.exponent:.2f}")
 
 
 def slope_interval(slope: Slope | None) -> Text:
@@ -187,7 +187,7 @@ def slope_interval(slope: Slope | None) -> Text:
     return NOTHING if slope is None else interval_text(slope.low, slope.high)
 
 
-def curved_text(found: FlooredPower | None) -> Text:
+def above_floor_text(found: FlooredPower | None) -> Text:
     """An exponent above a floor; in brackets where the rows do not determine it, and a dash where they show none."""
     if found is None or found.exponent is None:
         return NOTHING
@@ -195,9 +195,9 @@ def curved_text(found: FlooredPower | None) -> Text:
     return Text(shown) if found.determined else Text(f"({shown.strip()})", style="dim")
 
 
-def curved_value(one: OrderNumbers) -> float | None:
+def above_floor_value(one: OrderNumbers) -> float | None:
     """The exponent above the floor where it is determined."""
-    found = one.curved
+    found = one.above_floor
     return found.exponent if found is not None and found.determined else None
 
 
@@ -209,7 +209,7 @@ def explained_value(one: CurvatureSummary) -> float:
 def _slope(name: str) -> Column:
     def value(one: OrderNumbers) -> float | None:
         slope = getattr(one, name)
-        return None if slope is None else slope.estimate
+        return None if slope is None else slope.exponent
 
     return Column("exponent", lambda one: slope_text(getattr(one, name)), value, "{:.2f}".format)
 
@@ -218,21 +218,21 @@ def _slope_interval(name: str, heading: str) -> Column:
     return Column(heading, lambda one: slope_interval(getattr(one, name)))
 
 
-def _curved_interval(one: OrderNumbers) -> Text:
-    found = one.curved
+def _above_floor_interval(one: OrderNumbers) -> Text:
+    found = one.above_floor
     return interval_text(found.low, found.high) if found is not None and found.determined else NOTHING
 
 
 def _floor(one: OrderNumbers) -> Text:
-    return NOTHING if one.curved is None else Text(whole_percent(one.curved.floor))
+    return NOTHING if one.above_floor is None else Text(whole_percent(one.above_floor.floor))
 
 
 def _floor_value(one: OrderNumbers) -> float | None:
-    return None if one.curved is None else one.curved.floor
+    return None if one.above_floor is None else one.above_floor.floor
 
 
 def _floor_interval(one: OrderNumbers) -> Text:
-    found = one.curved
+    found = one.above_floor
     return NOTHING if found is None else interval_text(found.floor_low, found.floor_high, whole_percent)
 
 

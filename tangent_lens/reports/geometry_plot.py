@@ -192,10 +192,10 @@ def _error_bars(axes: Any, orders: Sequence[RowOrder], shift: float, **style: An
     found = [(place + shift, one.slope) for place, one in enumerate(orders) if one.slope is not None]
     if not found:
         return
-    x, values = [place for place, _ in found], [slope.estimate for _, slope in found]
+    x, values = [place for place, _ in found], [slope.exponent for _, slope in found]
     errors = [
-        [slope.estimate - slope.low for _, slope in found],
-        [slope.high - slope.estimate for _, slope in found],
+        [slope.exponent - slope.low for _, slope in found],
+        [slope.high - slope.exponent for _, slope in found],
     ]
     axes.errorbar(x, values, yerr=errors, linestyle="", markersize=5, capsize=3, linewidth=1.4, **style)
 

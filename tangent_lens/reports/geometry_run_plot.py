@@ -14,7 +14,7 @@ from tangent_lens.reports.dynamics_plot import scale_steps
 from tangent_lens.reports.geometry_axes import (
     LINE,
     Estimate,
-    curved_estimates,
+    above_floor_estimates,
     line_with_band,
     room_above,
     slope_estimates,
@@ -65,7 +65,7 @@ def _exponent_panels(panels: Sequence[Any], run: GeometryRun, steps: np.ndarray,
     draws: tuple[tuple[str, int, Callable[[list[OrderNumbers]], list[Estimate]]], ...] = (
         ("tangent part\n(theory 1)", 1, lambda found: slope_estimates(found, "tangent")),
         ("normal part\n(theory 2; noise alone about 1)", 2, lambda found: slope_estimates(found, "normal")),
-        ("normal part above a floor\n(theory 2; hollow: not determined)", 2, curved_estimates),
+        ("normal part above a floor\n(theory 2; hollow: not determined)", 2, above_floor_estimates),
     )
     for axes, (title, theory, estimates) in zip(panels, draws, strict=True):
         axes.axhline(theory, color="grey", linewidth=1, linestyle="--", zorder=0)

@@ -19,9 +19,9 @@ from tangent_lens.reports.frame import FirstThatFits, header_lines, warning_line
 from tangent_lens.reports.geometry_columns import (
     Groups,
     SideBySide,
+    above_floor_text,
+    above_floor_value,
     curvature_groups,
-    curved_text,
-    curved_value,
     depth_groups,
     explained_value,
     order_groups,
@@ -156,7 +156,7 @@ def _by_bucket(report: GeometryReport) -> list[Any]:
             [
                 ("radius", 0, [_whole_radius(), *_each_bucket(report, _relative_radius, number)]),
                 ("normal exponent", 0, _each_bucket(report, _normal_exponent, "{:.2f}".format)),
-                ("above a floor", 0, _each_bucket(report, _curved_exponent, "{:.2f} ".format, _curved_cell)),
+                ("above a floor", 0, _each_bucket(report, _above_floor_exponent, "{:.2f} ".format, _above_floor_cell)),
                 ("normal share", 0, _each_bucket(report, lambda _, one: one.order.chosen.normal_share, percent)),
                 ("explained", 1, _each_bucket(report, _explained, whole_percent)),
                 ("curvature", 1, _each_bucket(report, _curvature, number)),
@@ -198,15 +198,15 @@ def _relative_radius(site: SiteGeometry, one: BucketGeometry) -> float:
 
 
 def _normal_exponent(_: SiteGeometry, one: BucketGeometry) -> float | None:
-    return None if one.order.chosen.normal is None else one.order.chosen.normal.estimate
+    return None if one.order.chosen.normal is None else one.order.chosen.normal.exponent
 
 
-def _curved_exponent(_: SiteGeometry, one: BucketGeometry) -> float | None:
-    return curved_value(one.order.chosen)
+def _above_floor_exponent(_: SiteGeometry, one: BucketGeometry) -> float | None:
+    return above_floor_value(one.order.chosen)
 
 
-def _curved_cell(one: BucketGeometry) -> Text:
-    return curved_text(one.order.chosen.curved)
+def _above_floor_cell(one: BucketGeometry) -> Text:
+    return above_floor_text(one.order.chosen.above_floor)
 
 
 def _explained(_: SiteGeometry, one: BucketGeometry) -> float | None:
@@ -253,20 +253,20 @@ def _sensitivity_table(orders: Sequence[TangentOrder], ranges: bool) -> Table:
         content.append((found or None,))
     groups = [
         (" ", 0, [Column("sites", lambda found: Text(str(len(found))))]),
-        ("tangent", 0, _median_columns(lambda one: one.tangent.estimate, "{:.2f}".format, ranges)),
+        ("tangent", 0, _median_columns(lambda one: one.tangent.exponent, "{:.2f}".format, ranges)),
         ("normal", 0, _median_columns(_normal_estimate, "{:.2f}".format, ranges)),
-        ("above a floor", 0, [*_median_columns(curved_value, "{:.2f}".format, ranges), _determined()]),
+        ("above a floor", 0, [*_median_columns(above_floor_value, "{:.2f}".format, ranges), _determined()]),
         ("normal share", 0, _median_columns(lambda one: one.normal_share, percent, ranges)),
     ]
     return side_by_side("choice", list(tables[0]), content, groups, medians=False)
 
 
 def _normal_estimate(one: OrderNumbers) -> float | None:
-    return None if one.normal is None else one.normal.estimate
+    return None if one.normal is None else one.normal.exponent
 
 
 def _determined() -> Column:
-    return Column("sites", lambda found: Text(str(sum(curved_value(one) is not None for one in found))))
+    return Column("sites", lambda found: Text(str(sum(above_floor_value(one) is not None for one in found))))
 
 
 def _median_columns(

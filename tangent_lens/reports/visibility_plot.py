@@ -49,7 +49,9 @@ def _chord_panel(axes: Any, first: CurvatureVisibility, largest: float) -> None:
     highest = float((paths.arc - paths.radius).max())
     for column, (place, colour) in enumerate(zip(places, colours, strict=True)):
         curvature, radius = float(first.curvature[place]), paths.radius[:, column]
-        axes.plot(radius, paths.arc[:, column] - radius, color=colour, linewidth=2, label=f"|κ| = {curvature:.3g}")
+        # A cosine of 90 degrees is 6e-17.
+        shown = 0.0 if curvature < 1e-12 * first.curvature.max() else curvature
+        axes.plot(radius, paths.arc[:, column] - radius, color=colour, linewidth=2, label=f"|κ| = {shown:.3g}")
         axes.plot(radius, chord_arc(curvature, radius) - radius, color=colour, linewidth=1.2, linestyle="--")
     # The expansion leaves far above what is true.
     axes.set(xlim=(0, largest), ylim=(-0.03 * highest, 1.5 * highest))

@@ -79,7 +79,7 @@ def test_frame_has_one_row_a_step_and_a_site(run):
     last = found[found["step"] == STEPS[-1]]
     assert (last["overlap_last_step"] == 1).all()
     assert found[found["step"] == STEPS[0]]["overlap_before_step"].isna().all()
-    assert {"two_nn", "linearity", "curved", "explained"} <= set(found.columns)
+    assert {"two_nn", "linearity", "above_floor", "explained"} <= set(found.columns)
 
 
 def test_without_depth_there_are_no_overlaps(trained):

@@ -70,7 +70,7 @@ class TestPooledSlope:
     def test_is_that_of_dummy_columns(self):
         x, y, groups = grouped()
         found = pooled_slope(x, y, groups)
-        assert found.estimate == pytest.approx(np.linalg.lstsq(columns(x, groups), y, rcond=None)[0][0], rel=1e-12)
+        assert found.exponent == pytest.approx(np.linalg.lstsq(columns(x, groups), y, rcond=None)[0][0], rel=1e-12)
         assert (found.rows, found.groups, found.level) == (33, 4, 0.95)
 
     def test_standard_error_is_the_sandwich_over_groups(self):
@@ -86,7 +86,7 @@ class TestPooledSlope:
         found = pooled_slope(x, y, groups, level=0.9)
         assert found.standard_error == pytest.approx(error, rel=1e-11)
         half = student.ppf(0.95, 3) * error
-        assert (found.low, found.high) == pytest.approx((found.estimate - half, found.estimate + half), rel=1e-11)
+        assert (found.low, found.high) == pytest.approx((found.exponent - half, found.exponent + half), rel=1e-11)
 
     def test_of_one_group_is_hc3(self):
         x, y, _ = grouped((25,))
@@ -117,9 +117,9 @@ class TestPooledSlope:
         one = pooled_slope(x, y, groups)
         order = np.random.default_rng(seed).permutation(len(x))
         other = pooled_slope(x[order], y[order], 90 - groups[order])
-        assert (other.estimate, other.low) == pytest.approx((one.estimate, one.low), rel=1e-9)
+        assert (other.exponent, other.low) == pytest.approx((one.exponent, one.low), rel=1e-9)
         turned = pooled_slope(scale * x + shift, y + shift * groups, groups)
-        assert scale * turned.estimate == pytest.approx(one.estimate, rel=1e-7)
+        assert scale * turned.exponent == pytest.approx(one.exponent, rel=1e-7)
         assert scale * turned.standard_error == pytest.approx(one.standard_error, rel=1e-7)
 
     @pytest.mark.parametrize("sizes", [(10,) * 20, (40,)])

@@ -60,14 +60,14 @@ class TestOnManifolds:
     @pytest.mark.parametrize("name", PLACES)
     def test_the_tangent_part_grows_as_t(self, name, noise):
         found = measured(name, noise).chosen.tangent
-        assert found.estimate == pytest.approx(1, abs=0.045)
+        assert found.exponent == pytest.approx(1, abs=0.045)
         assert found.high - found.low < 0.03
         assert (found.rows, found.groups) == (2400, 20)
 
     @pytest.mark.parametrize("noise", NOISES)
     @pytest.mark.parametrize("name", BENT)
     def test_the_normal_part_grows_as_its_square_above_the_noise(self, name, noise):
-        found = measured(name, noise).chosen.curved
+        found = measured(name, noise).chosen.above_floor
         assert found.determined
         if (name, noise) == ("swiss roll", 0.02):
             # Its bend is 5 % of the noise.
@@ -78,8 +78,8 @@ class TestOnManifolds:
 
     @pytest.mark.parametrize("name", BENT)
     def test_the_raw_normal_slope_is_lost_in_noise(self, name):
-        slopes = [measured(name, noise).chosen.normal.estimate for noise in NOISES]
-        floors = [measured(name, noise).chosen.curved.floor for noise in NOISES]
+        slopes = [measured(name, noise).chosen.normal.exponent for noise in NOISES]
+        floors = [measured(name, noise).chosen.above_floor.floor for noise in NOISES]
         assert 1.7 < slopes[0] < 2.15
         assert slopes == sorted(slopes, reverse=True) and slopes[0] - slopes[-1] > 0.9
         assert floors == sorted(floors) and floors[0] <= 0.01 and floors[-1] >= 0.25
@@ -87,39 +87,39 @@ class TestOnManifolds:
     def test_near_the_foot_the_raw_slope_is_two(self):
         rows = {seed: Manifold.sphere(2).sample(120, 0.1, d=50, within="tangent", seed=seed).rows for seed in range(20)}
         found = tangent_order(rows, 2, sensitivity=False).chosen
-        assert found.normal.estimate == pytest.approx(2, abs=0.04)
-        assert found.tangent.estimate == pytest.approx(1, abs=0.002)
+        assert found.normal.exponent == pytest.approx(2, abs=0.04)
+        assert found.tangent.exponent == pytest.approx(1, abs=0.002)
 
     def test_a_flat_cloud_has_no_normal_part(self):
         found = measured("flat").chosen
-        assert found.normal is None and found.curved is None
-        assert found.tangent.estimate == pytest.approx(1, abs=1e-12)
+        assert found.normal is None and found.above_floor is None
+        assert found.tangent.exponent == pytest.approx(1, abs=1e-12)
         assert found.normal_share < 1e-20
 
     @pytest.mark.parametrize("noise", NOISES[1:])
     def test_a_noisy_flat_cloud_shows_no_exponent(self, noise):
         found = measured("flat", noise).chosen
-        assert not found.curved.determined and found.curved.floor_high == 1 and found.curved.floor > 0.95
-        assert abs(found.normal.estimate) < 0.1
+        assert not found.above_floor.determined and found.above_floor.floor_high == 1 and found.above_floor.floor > 0.95
+        assert abs(found.normal.exponent) < 0.1
 
     def test_an_m_too_small_leaves_a_slope_of_one(self):
         """A tangent direction that is taken for a normal one grows as t."""
         found = measured("sphere", 0.003, m=1).chosen
-        assert found.normal.estimate == pytest.approx(1, abs=0.1)
-        assert not found.curved.determined
+        assert found.normal.exponent == pytest.approx(1, abs=0.1)
+        assert not found.above_floor.determined
         assert found.normal_share > 0.3
 
     def test_an_m_that_holds_the_bend_leaves_nothing(self):
-        assert measured("sphere", m=4).chosen.curved is None
+        assert measured("sphere", m=4).chosen.above_floor is None
 
     @pytest.mark.parametrize(("d", "m"), [(50, 2), (200, 2), (500, 4)])
     def test_noise_alone_has_a_normal_slope_of_one(self, d, m):
         """Not bending but arithmetic: the normal part is all of t but m / d of it."""
         found = tangent_order(gaussians(d), m, sensitivity=False).chosen
-        assert found.normal.estimate == pytest.approx(1, abs=0.01)
+        assert found.normal.exponent == pytest.approx(1, abs=0.01)
         assert found.normal.high - found.normal.low < 0.03
         assert found.normal_share > 0.95
-        assert not found.curved.determined
+        assert not found.above_floor.determined
 
     def test_the_mean_of_a_bent_patch_is_the_wrong_foot(self):
         """It hangs below a sphere, so that rows near it have the largest normal part."""
@@ -136,7 +136,7 @@ class TestOnManifolds:
             for parts in (from_mean, from_foot)
         )
         assert wrong.high < 0
-        assert right.estimate == pytest.approx(1.75, abs=0.1) and right.low > 1.6
+        assert right.exponent == pytest.approx(1.75, abs=0.1) and right.low > 1.6
 
 
 class TestParts:
@@ -160,7 +160,7 @@ class TestParts:
         logs = np.log(parts.radius)
         assert found.tangent == pooled_slope(logs, np.log(parts.tangent), parts.tokens, level=0.9)
         assert found.normal == pooled_slope(logs, np.log(parts.normal), parts.tokens, level=0.9)
-        assert found.curved == floored_power(
+        assert found.above_floor == floored_power(
             parts.tangent, parts.normal, parts.tokens, profile=parts.profile, level=0.9, seed=5
         )
         assert found.normal_share == pytest.approx((parts.normal**2).sum() / (parts.radius**2).sum(), rel=1e-12)
@@ -173,7 +173,7 @@ class TestParts:
         parts = order_parts(every, 2, seed=1)
         some_tokens = order_parts({4: every[4], 2: every[2]}, 2, seed=1)
         assert parts.numbers([2, 4], seed=1).tangent == some_tokens.numbers(seed=1).tangent
-        assert parts.numbers([2, 4], seed=1).curved == some_tokens.numbers(seed=1).curved
+        assert parts.numbers([2, 4], seed=1).above_floor == some_tokens.numbers(seed=1).above_floor
         assert parts.radii([2, 4]) == pytest.approx(some_tokens.radii())
         alone = order_parts({4: every[4]}, 2, seed=1)
         assert parts.numbers([4], seed=1) == alone.numbers(seed=1)
@@ -184,7 +184,7 @@ class TestParts:
         parts = order_parts({99: flat, **bent}, 2)
         alone = order_parts(bent, 2).numbers()
         found = parts.numbers()
-        assert found.normal == alone.normal and found.curved == alone.curved
+        assert found.normal == alone.normal and found.above_floor == alone.above_floor
         assert found.tangent.groups == 21
         assert parts.numbers([99]).normal is None and parts.numbers([99, 3]).normal.groups == 1
 
@@ -202,21 +202,21 @@ class TestInvariances:
         moved = {token: scale * (rows @ turn.T + seed) for token, rows in few.items()}
         one, other = (tangent_order(given_as, sensitivity=False) for given_as in (few, moved))
         assert other.m == one.m and other.radius == pytest.approx(scale * one.radius, rel=1e-8)
-        assert other.chosen.tangent.estimate == pytest.approx(one.chosen.tangent.estimate, rel=1e-7)
+        assert other.chosen.tangent.exponent == pytest.approx(one.chosen.tangent.exponent, rel=1e-7)
         assert other.chosen.normal.low == pytest.approx(one.chosen.normal.low, rel=1e-7)
-        assert other.chosen.curved.exponent == one.chosen.curved.exponent
+        assert other.chosen.above_floor.exponent == one.chosen.above_floor.exponent
         assert other.chosen.normal_share == pytest.approx(one.chosen.normal_share, rel=1e-8)
 
     def test_nor_on_the_order_of_tokens(self):
         turned = dict(reversed(list(clouds("sphere", 0.01).items())))
         one, other = measured("sphere", 0.01), tangent_order(turned, sensitivity=False)
-        assert other.chosen.tangent.estimate == pytest.approx(one.chosen.tangent.estimate, rel=1e-12)
-        assert other.chosen.curved == one.chosen.curved
+        assert other.chosen.tangent.exponent == pytest.approx(one.chosen.tangent.exponent, rel=1e-12)
+        assert other.chosen.above_floor == one.chosen.above_floor
 
     def test_the_seed_changes_the_halves_and_little_else(self):
         one, other = measured("sphere", 0.01), measured("sphere", 0.01, seed=1)
         assert one.chosen != other.chosen
-        assert other.chosen.curved.exponent == pytest.approx(one.chosen.curved.exponent, abs=0.11)
+        assert other.chosen.above_floor.exponent == pytest.approx(one.chosen.above_floor.exponent, abs=0.11)
         assert one == tangent_order(clouds("sphere", 0.01), sensitivity=False)
 
     def test_rows_in_single_precision_about_a_huge_mean_count_as_they_are(self):
@@ -252,9 +252,12 @@ class TestChoices:
         found = tangent_order(clouds("sphere"), 2, name="frequent")
         frame = found.to_pandas()
         assert list(frame.m) == [2, 1, 4, 2] and set(frame.name) == {"frequent"} and list(frame.nearest)[-1] == 0.5
-        assert frame.tangent[0] == found.chosen.tangent.estimate and frame.curved[0] == found.chosen.curved.exponent
+        assert (
+            frame.tangent[0] == found.chosen.tangent.exponent
+            and frame.above_floor[0] == found.chosen.above_floor.exponent
+        )
         assert frame.normal_low[1] == found.others[0].normal.low
-        assert math.isnan(frame.normal[2]) and math.isnan(frame.curved_floor[2])
+        assert math.isnan(frame.normal[2]) and math.isnan(frame.floor[2])
 
     @pytest.mark.parametrize(
         ("given_as", "m", "settings", "message"),

@@ -34,7 +34,7 @@ def test_exponents_over_layers():
     drawn = lines(axes)
     assert np.allclose(drawn["tangent (theory 1)"], exponents_of(report, "tangent"))
     assert np.allclose(drawn["normal (theory 2)"], exponents_of(report, "normal"))
-    first = report.sites[0].everything.order.chosen.curved
+    first = report.sites[0].everything.order.chosen.above_floor
     assert np.allclose(drawn["normal above a floor (theory 2)"], [first.exponent, np.nan], equal_nan=True)
     assert [line.get_ydata()[0] for line in axes.get_lines()[:2]] == [1, 2]
     band = axes.collections[0].get_paths()[0].vertices
@@ -103,7 +103,7 @@ def test_gradients_and_where_the_tangent_one_is_degenerate():
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["query.3", "mlp_in.3"]
     for container, name in zip(axes.containers, ("tangent", "normal"), strict=True):
         slopes = [getattr(one.order, f"{name}_rows").slope for one in report.gradients]
-        assert np.allclose(container.lines[0].get_ydata(), [one.estimate for one in slopes])
+        assert np.allclose(container.lines[0].get_ydata(), [one.exponent for one in slopes])
         ends = [segment[:, 1] for segment in container.lines[2][0].get_segments()]
         assert np.allclose(ends, [[one.low, one.high] for one in slopes])
     (shaded,) = axes.patches
@@ -176,7 +176,7 @@ def test_a_run_along_its_steps():
     assert len(figure.axes) == 6
     drawn = lines(panel(figure, "exponent: tangent"))
     for site in ("resid_post.3", "resid_post.7", "resid_post.9"):
-        expected = [one.report.of(site).everything.order.chosen.tangent.estimate for one in run.points]
+        expected = [one.report.of(site).everything.order.chosen.tangent.exponent for one in run.points]
         assert np.allclose(drawn[site], expected)
     assert "resid_post.5" not in drawn
     kept = [line.get_ydata() for line in panel(figure, "neighbours").get_lines()]

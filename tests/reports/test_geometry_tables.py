@@ -66,9 +66,13 @@ def test_growth_and_bending_of_every_site(width):
     for site in report.sites:
         one, words = site.everything, everywhere(report, width, site.site)
         chosen = one.order.chosen
-        for shown in (str(chosen.m), f"{chosen.tangent.estimate:.2f}", f"{chosen.normal.estimate:.2f}"):
+        for shown in (str(chosen.m), f"{chosen.tangent.exponent:.2f}", f"{chosen.normal.exponent:.2f}"):
             assert shown in words
-        for shown in (percent(chosen.normal_share), whole_percent(chosen.curved.floor), number(one.curvature.bend)):
+        for shown in (
+            percent(chosen.normal_share),
+            whole_percent(chosen.above_floor.floor),
+            number(one.curvature.bend),
+        ):
             assert shown in words
         assert whole_percent(one.curvature.explained) in words
         assert percent(one.curvature.arc_excess) in words
@@ -77,8 +81,8 @@ def test_growth_and_bending_of_every_site(width):
 def test_intervals_stand_where_there_is_room():
     report = geometry_report()
     chosen = report.sites[0].everything.order.chosen
-    exponents = [f"{one.low:.2f} to {one.high:.2f}" for one in (chosen.tangent, chosen.normal, chosen.curved)]
-    floor = f"{whole_percent(chosen.curved.floor_low)} to {whole_percent(chosen.curved.floor_high)}"
+    exponents = [f"{one.low:.2f} to {one.high:.2f}" for one in (chosen.tangent, chosen.normal, chosen.above_floor)]
+    floor = f"{whole_percent(chosen.above_floor.floor_low)} to {whole_percent(chosen.above_floor.floor_high)}"
     row = {width: " ".join(rows(report, width, "resid_post.3")[0]) for width in (80, 120, 160)}
     assert not any(one in row[80] for one in exponents)
     assert all(one in row[120] for one in exponents)
@@ -92,7 +96,7 @@ def test_numbers_by_bucket(width):
         words = everywhere(report, width, site.site)
         for one in site.buckets:
             assert number(one.order.radius / site.everything.order.radius) in words
-            assert f"{one.order.chosen.normal.estimate:.2f}" in words
+            assert f"{one.order.chosen.normal.exponent:.2f}" in words
             assert percent(one.order.chosen.normal_share) in words
             assert number(one.curvature.curvature) in words
 
@@ -130,7 +134,7 @@ def test_what_is_not_there_is_a_dash():
     report = every_bucket(geometry_report(), straight)
     words = rows(report, 80, "resid_post.3")[0]
     chosen = report.sites[0].everything.order.chosen
-    assert words == ["2", f"{chosen.tangent.estimate:.2f}", "–", "0%", "–", "–"]
+    assert words == ["2", f"{chosen.tangent.exponent:.2f}", "–", "0%", "–", "–"]
     shown = joined(report)
     assert "far/near" not in shown and "other m" not in shown
 
@@ -146,7 +150,7 @@ def test_sensitivity_shows_medians_over_the_sites():
     report = geometry_report()
     choices = [other_choices_of(site.everything.order) for site in report.sites]
     for name in ("as chosen", "m = 1", "m doubled"):
-        found = [one[name].tangent.estimate for one in choices]
+        found = [one[name].tangent.exponent for one in choices]
         (line,) = [line for line in as_text(report, 160).splitlines() if line.strip().startswith(name)]
         assert f"{sum(found) / 2:.2f}" in line
         assert f"{min(found):.2f} to {max(found):.2f}" in line
@@ -168,7 +172,7 @@ def test_a_degenerate_tangent_gradient_catches_the_eye(width):
     other = report.gradients[1].order
     assert rows(report, width, "query.3")[0][:4] == ["1", "9", "of", "9"]
     words = everywhere(report, width, "mlp_in.3")
-    for shown in (number(other.median_ratio), f"{other.tangent_rows.slope.estimate:.2f}"):
+    for shown in (number(other.median_ratio), f"{other.tangent_rows.slope.exponent:.2f}"):
         assert shown in words
     for shown in (f"{other.tangent_mean.exponent:.2f}", f"{other.normal_mean.exponent:.2f}"):
         assert shown in words
@@ -263,7 +267,7 @@ def test_growth_alone():
     assert "common [words]: 6 tokens, 360 rows of 8 dimensions" in shown
     for one in (order.chosen, *order.others):
         assert f"{one.tangent.low:.2f} to {one.tangent.high:.2f}" in shown
-        assert f"{one.normal.estimate:.2f} {one.normal.low:.2f} to {one.normal.high:.2f}" in shown
+        assert f"{one.normal.exponent:.2f} {one.normal.low:.2f} to {one.normal.high:.2f}" in shown
     assert shown.count("nearest 50.0%") == 1
 
 
@@ -313,7 +317,7 @@ def test_a_run_has_a_row_a_step_of_a_few_sites(width):
     assert words[-2:] == [f"{before.overlap:.2f}", f"{last.overlap:.2f}"]
     assert len(rows(run, width, "1,000")) == len(rows(run, width, "10")) >= 3
     chosen = run.points[2].report.of("resid_post.9").everything.order.chosen
-    assert any(f"{chosen.tangent.estimate:.2f}" in words for words in rows(run, width, "1,000"))
+    assert any(f"{chosen.tangent.exponent:.2f}" in words for words in rows(run, width, "1,000"))
 
 
 def test_a_run_says_its_steps_and_warnings():
