@@ -28,7 +28,7 @@ from tangent_lens.recording.losses import CausalLoss
 from tangent_lens.recording.occurrences import choose_occurrences
 from tangent_lens.recording.passes import record_activations, record_gradients
 
-SEQUENCES, LENGTH, EACH, M, NEIGHBOURS, ROWS = 64, 128, 40, 8, 30, 2000
+SEQUENCES, LENGTH, EACH, M, NEIGHBOURS, ROWS = 64, 128, 60, 8, 30, 2000
 LAYERS = (0, 8, 15, 22, 29)
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     console.print(passes_table(lens, corpus, chosen))
     sites = [f"resid_post.{layer}" for layer in LAYERS]
     samples = lens.sample(corpus, sites, rows=10_000, skip_first=True, progress=False)
-    sample = next(iter(samples.values()))
+    sample = samples[lens.resolve("resid_post.15")[0]]
     rows = {token: sample.rows[sample.tokens == token][:EACH] for token in chosen.chosen}
     console.print(numbers_table(rows, sample.rows[:ROWS].double()))
 
