@@ -144,7 +144,8 @@ class TokenView(ModelView):
             gradient_layers: layers, evenly apart, in which the weight gradients of ``maps`` are split; 0 for none.
             depth: intrinsic dimensions, linearity (along ``linear_m`` directions) and overlaps of ``neighbours`` neighbours at
                 every site, on at most ``rows`` rows (the ``dimension`` extra).
-            loss: as of :meth:`measure`.
+            loss: as of :meth:`measure`. A masked-token loss hides some occurrences; their rows at the maps are those of what
+                stands there instead.
             level: of the intervals.
             seed: of the choice of tokens and rows, and of every cut.
             skip_first, skip_special: leave first positions and special tokens out; one massive activation would be a token's

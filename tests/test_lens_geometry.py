@@ -231,3 +231,12 @@ def test_settings_are_kept(report):
     assert report.corpus.name == "numbers" and report.corpus.chosen == len(
         report.buckets[0].tokens + report.buckets[1].tokens
     )
+
+
+def test_too_many_rows_are_refused_before_the_model_runs(lens, monkeypatch):
+    from tangent_lens.measures import geometry_measure
+
+    monkeypatch.setattr(geometry_measure, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(lens.model, "run_without_logits", None)
+    with pytest.raises(ValueError, match="240 occurrences at 2 sites and 4 maps take about"):
+        lens.geometry(SEQUENCES, SITES, **OPTIONS)

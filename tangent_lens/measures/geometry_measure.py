@@ -37,12 +37,13 @@ from tangent_lens.measures.neighbourhoods import checked_neighbours
 from tangent_lens.measures.report import library_versions, now
 from tangent_lens.measures.seen_curvature import summarise_seen
 from tangent_lens.measures.tangent_order import OrderParts, TangentOrder, order_parts, other_choices
+from tangent_lens.measures.uncertainty import MOST_BYTES, kept_bytes
 from tangent_lens.models.protocol import Batch, LinearMap, Model, runs_remotely, width_of
 from tangent_lens.progress import NoProgress, Progress
 from tangent_lens.recording.corpus import Corpus
 from tangent_lens.recording.losses import Loss
+from tangent_lens.recording.occurrence_rows import MapRows, record_map_rows, record_site_rows
 from tangent_lens.recording.occurrences import Occurrences, choose_occurrences, clouds_of
-from tangent_lens.recording.passes import GradientRecord, record_activations, record_gradients
 from tangent_lens.recording.row_sample import RowSample
 from tangent_lens.sites import Site
 from tangent_lens.subspaces.ranks import check_rank
@@ -79,7 +80,7 @@ def measure_geometry(
     chosen = choose_occurrences(
         passes.batches(), settings.occurrences, buckets=settings.buckets, tokens=settings.tokens, seed=settings.seed
     )
-    _check_rows(settings, len(chosen), [width_of(model.description, site) for site in sites])
+    _check_rows(settings, len(chosen), model, sites, maps)
     buckets = token_buckets(chosen, model)
     samples = passes.rows(sites, chosen)
     measured = tuple(
@@ -91,8 +92,8 @@ def measure_geometry(
     gradients: tuple[MapGeometry, ...] = ()
     if maps:
         record = passes.gradients(maps, chosen, loss)
-        kept += sum(rows.numel() for rows, _ in record.kept_inputs.values())
-        kept += sum(rows.numel() for rows in record.kept_signals.values())
+        kept += sum(rows.numel() for rows in record.inputs.values())
+        kept += sum(rows.numel() for rows in record.signals.values())
         split = [
             _map_geometry(one, record, chosen, settings) for one in passes.counted(maps, "weight gradients", "maps")
         ]
@@ -131,9 +132,17 @@ def _check(settings: GeometrySettings) -> None:
         raise ValueError(f"gradient_layers {settings.gradient_layers} must be 0 or more")
 
 
-def _check_rows(settings: GeometrySettings, rows: int, widths: Sequence[int | None]) -> None:
+def _check_rows(
+    settings: GeometrySettings, rows: int, model: Model, sites: Sequence[Site], maps: Sequence[LinearMap]
+) -> None:
     """What only the rows would refuse, before the model runs for them."""
-    known = [width for width in widths if width is not None]
+    size = kept_bytes(model.description, sites, maps, rows)
+    if size > MOST_BYTES:
+        raise ValueError(
+            f"{rows:,} occurrences at {len(sites)} sites and {len(maps)} maps take about {size / 2**30:.0f} GiB, and "
+            f"{MOST_BYTES / 2**30:.0f} are allowed; measure fewer sites, tokens, occurrences or gradient_layers"
+        )
+    known = [width for site in sites if (width := width_of(model.description, site)) is not None]
     if known:
         largest_dimension(check_rank(settings.m), settings.occurrences, min(known), settings.nearest)
     if settings.depth:
@@ -208,16 +217,14 @@ class _Passes:
 
     def rows(self, sites: Sequence[Site], chosen: Occurrences) -> dict[Site, RowSample]:
         """The chosen occurrences at every site, in one order."""
-        shown: dict[str, Any] = {"progress": self.progress, "tokens": self.corpus.tokens}
-        options = {"sample": len(chosen), "seed": chosen.seed}
-        records = record_activations(self.model, chosen.only(self.batches()), sites, **options, **shown)
-        return {site: record.sample for site, record in records.items() if record.sample is not None}
-
-    def gradients(self, maps: Sequence[LinearMap], chosen: Occurrences, loss: Loss) -> GradientRecord:
-        """Input rows and backward signals of the chosen occurrences, in the order of ``chosen.tokens``."""
-        shown: dict[str, Any] = {"progress": self.progress, "tokens": self.corpus.tokens}
+        shown: dict[str, Any] = {"progress": self.progress, "total": self.corpus.tokens}
         only = chosen.only(self.batches())
-        return record_gradients(self.model, only, maps=maps, loss=loss, keep_rows=True, **shown)
+        return record_site_rows(self.model, only, sites, len(chosen), seed=chosen.seed, **shown)
+
+    def gradients(self, maps: Sequence[LinearMap], chosen: Occurrences, loss: Loss) -> MapRows:
+        """Input rows and backward signals of the chosen occurrences, in the order of ``chosen.tokens``."""
+        shown: dict[str, Any] = {"progress": self.progress, "total": self.corpus.tokens}
+        return record_map_rows(self.model, chosen.only(self.batches()), maps, loss, **shown)
 
     def counted(self, items: Sequence[Any], description: str, unit: str) -> Iterator[Any]:
         """The items, their progress shown."""
@@ -304,12 +311,11 @@ def order_points(parts: OrderParts, seed: int, most: int = MOST_POINTS) -> Order
 
 
 def _map_geometry(
-    one: LinearMap, record: GradientRecord, chosen: Occurrences, settings: GeometrySettings
+    one: LinearMap, record: MapRows, chosen: Occurrences, settings: GeometrySettings
 ) -> MapGeometry | None:
     """None where the rows of a token are all alike, since no context has entered yet."""
     clouds, signals = (
-        clouds_of(rows, chosen.tokens, chosen.chosen)
-        for rows in (record.kept_inputs[one.reads][0], record.kept_signals[one.name])
+        clouds_of(rows, chosen.tokens, chosen.chosen) for rows in (record.inputs[one.reads], record.signals[one.name])
     )
     if any(_alike(rows) for rows in clouds.values()):
         return None

@@ -84,18 +84,23 @@ def check_kept_rows(shape: ModelDescription, sites: Sequence[Site], maps: Sequen
     Raises:
         ValueError: with the size, the limit and the way out.
     """
-    inputs = {one.reads for one in maps}
-    places = [*(site for site in (*sites, *inputs)), *(Site(one.kind, one.layer) for one in maps if one.kind in _HEADS)]
-    numbers = sum(width_of(shape, site) or 0 for site in places)
-    # An MLP is usually four times as wide as the stream; its exact width is not needed for a limit.
-    numbers += sum(4 * shape.d_model for one in maps if one.kind not in _HEADS)
-    size = 4 * numbers * tokens
+    size = kept_bytes(shape, sites, maps, tokens)
     if size > MOST_BYTES:
         raise ValueError(
             f"the bootstrap keeps the rows of {tokens:,} test tokens at {len(sites)} sites and {len(maps)} maps, about "
             f"{size / 2**30:.0f} GiB, and {MOST_BYTES / 2**30:.0f} are allowed; measure fewer sites or layers, fewer "
             "max_sequences, or gradients='residual'"
         )
+
+
+def kept_bytes(shape: ModelDescription, sites: Sequence[Site], maps: Sequence[LinearMap], rows: int) -> int:
+    """What so many rows take in float32 at these sites, at the maps' inputs and at their outputs."""
+    inputs = {one.reads for one in maps}
+    places = [*(site for site in (*sites, *inputs)), *(Site(one.kind, one.layer) for one in maps if one.kind in _HEADS)]
+    numbers = sum(width_of(shape, site) or 0 for site in places)
+    # An MLP is usually four times as wide as the stream; its exact width is not needed for a limit.
+    numbers += sum(4 * shape.d_model for one in maps if one.kind not in _HEADS)
+    return 4 * numbers * rows
 
 
 _HEADS = ("query", "key", "value")

@@ -223,11 +223,11 @@ def record_gradients(
     at_inputs = [InputReceiver(site, selection, bases.get(site)) for site in dict.fromkeys(one.reads for one in maps)]
     at_maps = [
         WeightReceiver(group, selection) if sketch is None else SketchedWeightReceiver(group, selection, sketch)
-        for group in _by_module(maps)
+        for group in by_module(maps)
     ]
     kept = [KeptRows(site, selection, gradients=True) for site in sites] if keep_rows else []
     inputs = [KeptRows(receiver.site, selection, gradients=False) for receiver in at_inputs] if keep_rows else []
-    signals = [KeptSignals(group, selection) for group in _by_module(maps)] if keep_rows else []
+    signals = [KeptSignals(group, selection) for group in by_module(maps)] if keep_rows else []
     loss_sum, targets, passes = 0.0, 0, 0
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model.module))
@@ -301,7 +301,8 @@ def attached(point: TapPoint, receive: ActivationReceiver) -> Iterator[None]:
         handle.remove()
 
 
-def _by_module(maps: Sequence[LinearMap]) -> list[list[LinearMap]]:
+def by_module(maps: Sequence[LinearMap]) -> list[list[LinearMap]]:
+    """The maps, those that share one module together."""
     groups: dict[int, list[LinearMap]] = {}
     for one in maps:
         groups.setdefault(id(one.output.module), []).append(one)
