@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -240,3 +241,10 @@ def test_too_many_rows_are_refused_before_the_model_runs(lens, monkeypatch):
     monkeypatch.setattr(lens.model, "run_without_logits", None)
     with pytest.raises(ValueError, match="240 occurrences at 2 sites and 4 maps take about"):
         lens.geometry(SEQUENCES, SITES, **OPTIONS)
+
+
+def test_without_scikit_dimension_it_says_so_at_once_and_how_to_go_on(lens, monkeypatch):
+    monkeypatch.setitem(sys.modules, "skdim.id", None)
+    with pytest.raises(ImportError, match=r"tangent-lens\[dimension\].*depth=False"):
+        lens.geometry(SEQUENCES, "resid_post.2", **OPTIONS)
+    assert lens.geometry(SEQUENCES, "resid_post.2", **{**OPTIONS, "gradient_layers": 0}, depth=False).depth is None

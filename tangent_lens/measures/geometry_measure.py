@@ -146,7 +146,10 @@ def _check_rows(
     if known:
         largest_dimension(check_rank(settings.m), settings.occurrences, min(known), settings.nearest)
     if settings.depth:
-        check_installed()
+        try:
+            check_installed()
+        except ImportError as problem:
+            raise ImportError(f"{problem}, or depth=False (--no-depth) to go on without") from problem
         checked_neighbours(settings.neighbours, min(rows, settings.rows))
 
 
