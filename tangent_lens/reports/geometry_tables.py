@@ -160,6 +160,8 @@ def _by_bucket(report: GeometryReport) -> list[Any]:
                 ("normal share", 0, _each_bucket(report, lambda _, one: one.order.chosen.normal_share, percent)),
                 ("explained", 1, _each_bucket(report, _explained, whole_percent)),
                 ("curvature", 1, _each_bucket(report, _curvature, number)),
+                ("arc", 1, _each_bucket(report, _arc_excess, percent)),
+                ("κ² seen far/near", 1, _each_bucket(report, _seen_ratio, number)),
             ],
         ),
     ]
@@ -215,6 +217,14 @@ def _explained(_: SiteGeometry, one: BucketGeometry) -> float | None:
 
 def _curvature(_: SiteGeometry, one: BucketGeometry) -> float | None:
     return None if one.curvature is None else one.curvature.curvature
+
+
+def _arc_excess(_: SiteGeometry, one: BucketGeometry) -> float | None:
+    return None if one.curvature is None else one.curvature.arc_excess
+
+
+def _seen_ratio(_: SiteGeometry, one: BucketGeometry) -> float | None:
+    return None if one.seen is None else one.seen.ratio
 
 
 def _sensitivity(report: GeometryReport) -> list[Any]:

@@ -99,6 +99,8 @@ def test_numbers_by_bucket(width):
             assert f"{one.order.chosen.normal.exponent:.2f}" in words
             assert percent(one.order.chosen.normal_share) in words
             assert number(one.curvature.curvature) in words
+            assert percent(one.curvature.arc_excess) in words
+            assert one.seen.ratio is None or number(one.seen.ratio) in words
 
 
 def test_one_bucket_needs_no_table_of_its_own():
