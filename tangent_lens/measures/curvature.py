@@ -18,6 +18,7 @@ from tangent_lens.measures.local_tangent import (
     products,
     quadratic_design,
     unit_of,
+    weighted_solver,
 )
 
 
@@ -125,12 +126,11 @@ def second_fundamental_form(rows: Float[Tensor, "n d"], m: int, *, nearest: floa
     weights = nearness(radius, nearest)
     unit = unit_of(radius, weights)
     design = quadratic_design(parts.tangent / unit)
-    inverse = torch.linalg.pinv(design.T @ (weights[:, None] * design), hermitian=True)
-    found = inverse @ (design.T @ (weights[:, None] * parts.normal))
-    spread = inverse @ (design.T @ (weights.square()[:, None] * design)) @ inverse
+    solver = weighted_solver(design, weights)
+    found, spread = solver @ parts.normal, solver @ solver.T
     left = parts.normal - design @ found
     # Residuals are shorter than the noise: each fitted coefficient takes its share.
-    freedom = float(weights.sum() - torch.trace(inverse @ (design.T @ (weights.square()[:, None] * design))))
+    freedom = float(weights.sum() - (weights[:, None] * design * solver.T).sum())
     residual = float((weights[:, None] * left.square()).sum()) / freedom
     form = torch.zeros(m, m, values.shape[1], dtype=torch.float64)
     one, other = torch.triu_indices(m, m)

@@ -16,6 +16,7 @@ from tangent_lens.measures.local_tangent import (
     reach_of,
     tricube,
     unit_of,
+    weighted_solver,
 )
 
 FOLDS = 5
@@ -73,7 +74,7 @@ def explained_share(
         total += float(counted @ seen.radius.square())
         for columns in (slice(0, 1 + m), slice(None)):
             design = quadratic_design(fitted.tangent / unit)[:, columns]
-            found = torch.linalg.pinv(weights.sqrt()[:, None] * design) @ (weights.sqrt()[:, None] * fitted.normal)
+            found = weighted_solver(design, weights) @ fitted.normal
             error = float(
                 counted @ (seen.normal - quadratic_design(seen.tangent / unit)[:, columns] @ found).square().sum(dim=1)
             )

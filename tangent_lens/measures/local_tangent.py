@@ -14,6 +14,8 @@ from tangent_lens.subspaces.ranks import check_rank, resolve_rank
 
 # Every direction of a tangent space needs some rows that it is fitted to.
 ROWS_A_DIRECTION = 3
+# Of the largest singular value of a regression's design, in units of the cloud.
+_UNRESOLVED = 1e-6
 # Of the radius. A normal part that is smaller is the rounding of float64.
 ROUNDING = 1e-9
 
@@ -104,9 +106,8 @@ def fit_local_tangent(rows: Float[Tensor, "n d"], m: int, *, nearest: float = 1.
     full = products(m) + 1 + m <= used // 3
     curved = squares(coordinates) if full else _joint_square(coordinates, weights)[:, None]
     design = torch.cat([torch.ones(len(values), 1, dtype=torch.float64), coordinates, curved], dim=1)
-    inverse = torch.linalg.pinv(design.T @ (weights[:, None] * design), hermitian=True)
-    found = inverse @ (design.T @ (weights[:, None] * beside))
-    noise = inverse @ (design.T @ (weights.square()[:, None] * design)) @ inverse
+    solver = weighted_solver(design, weights)
+    found, noise = solver @ beside, solver @ solver.T
     tilted = first + found[1 : 1 + m].T
     scales = torch.tensor([1.0] + [unit] * m, dtype=torch.float64)
     return LocalTangent(
@@ -118,6 +119,15 @@ def fit_local_tangent(rows: Float[Tensor, "n d"], m: int, *, nearest: float = 1.
         _first=first,
         _noise=noise[: 1 + m, : 1 + m] / torch.outer(scales, scales),
     )
+
+
+def weighted_solver(design: Float[Tensor, "n p"], weights: Float[Tensor, " n"]) -> Float[Tensor, "p n"]:
+    """From what lies beside the rows to the coefficients of weighted least squares.
+
+    What the rows do not tell apart (many copies of few) gets no coefficient, rather than a huge one made of rounding.
+    """
+    root = weights.sqrt()[:, None]
+    return torch.linalg.pinv(root * design, rtol=_UNRESOLVED) * root.T
 
 
 def local_dimension(clouds: Sequence[Float[Tensor, "n d"]], m: int | float | str, *, nearest: float = 1.0) -> int:

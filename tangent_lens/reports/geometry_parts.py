@@ -21,15 +21,19 @@ from tangent_lens.reports.frame import FirstThatFits
 from tangent_lens.reports.geometry_columns import Groups, SideBySide, depth_groups, order_groups
 from tangent_lens.reports.geometry_legend import GROWTH, depth_entry, legend
 from tangent_lens.reports.geometry_tables import m_line
-from tangent_lens.reports.numbers import number, percent, whole_percent
+from tangent_lens.reports.numbers import counted, number, percent, whole_percent
 
 
 def order_view(order: TangentOrder) -> Any:
     """One row a choice of m and nearest, the chosen one first."""
     choices = (order.chosen, *order.others)
-    labels = [f"{'chosen' if one is order.chosen else 'other'}, nearest {percent(one.nearest)}" for one in choices]
+    labels = [
+        f"{'chosen' if one is order.chosen else 'other'}, nearest {whole_percent(one.nearest)}" for one in choices
+    ]
     content, level = [(one,) for one in choices], order.chosen.tangent.level
-    heading = Text(f"{order.name}: {order.tokens:,} tokens, {order.rows:,} rows of {order.d} dimensions", style="bold")
+    heading = Text(
+        f"{order.name}: {counted(order.tokens, 'token')}, {order.rows:,} rows of {order.d} dimensions", style="bold"
+    )
     measured = (
         f"{m_line(order.rule, [order.m])}; mean distance t {number(order.radius)}, within a token ± "
         f"{percent(order.radius_variation)}"
@@ -67,7 +71,7 @@ def curvature_view(found: CurvatureSummary) -> Table:
             "how much longer the way along the surface is than the straight line",
         ),
     ]
-    return _facts(f"{found.name}: curvature of {found.tokens:,} tokens' clouds, m = {found.m}", rows)
+    return _facts(f"{found.name}: curvature of the clouds of {counted(found.tokens, 'token')}, m = {found.m}", rows)
 
 
 def seen_view(found: SeenCurvature) -> Table:
@@ -81,7 +85,7 @@ def seen_view(found: SeenCurvature) -> Table:
         ("near", _signed(found.near), "mean κ² t² of the directions that the nearer half of the rows shows"),
         ("far", _signed(found.far), "of those that the farther half shows; noise taken off both"),
     ]
-    title = f"{found.name}: curvature seen near and far, {found.tokens:,} tokens, m = {found.m}"
+    title = f"{found.name}: curvature seen near and far, {counted(found.tokens, 'token')}, m = {found.m}"
     if found.ratio is None:
         title += " (the nearer half shows none above noise)"
     return _facts(title, rows)

@@ -49,3 +49,8 @@ def thousandths(value: float) -> str:
 def whole_percent(share: float) -> str:
     """``77%``, ``-4%``, ``0%``: of shares that are compared with each other."""
     return f"{share:.0%}".replace("-0%", "0%") if abs(share) < 0.01 else f"{share:.0%}"
+
+
+def counted(count: int, what: str) -> str:
+    """``1 token``, ``1,200 tokens``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

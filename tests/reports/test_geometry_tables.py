@@ -270,7 +270,7 @@ def test_growth_alone():
     for one in (order.chosen, *order.others):
         assert f"{one.tangent.low:.2f} to {one.tangent.high:.2f}" in shown
         assert f"{one.normal.exponent:.2f} {one.normal.low:.2f} to {one.normal.high:.2f}" in shown
-    assert shown.count("nearest 50.0%") == 1
+    assert shown.count("nearest 50%") == 1
 
 
 def test_curvature_alone():
