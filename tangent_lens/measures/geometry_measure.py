@@ -28,7 +28,7 @@ from tangent_lens.measures.gradient_order import gradient_order
 from tangent_lens.measures.gradient_rows import FEWEST_ROWS, TokenGradients
 from tangent_lens.measures.local_tangent import (
     check_nearest,
-    fit_local_tangent,
+    crossed_parts,
     largest_dimension,
     local_dimension,
     wanted_dimension,
@@ -250,8 +250,10 @@ def _site_geometry(
             "behind an attention"
         )
     try:
-        m = local_dimension(list(clouds.values()), settings.m, nearest=settings.nearest)
-        wanted = wanted_dimension(list(clouds.values()), settings.m, nearest=settings.nearest)
+        rule = check_rank(settings.m)
+        wanted = wanted_dimension(list(clouds.values()), rule, nearest=settings.nearest)
+        limit = largest_dimension(rule, settings.occurrences, sample.width, settings.nearest)
+        m = max(1, min(wanted, limit))
         parts = order_parts(clouds, m, nearest=settings.nearest, seed=settings.seed)
         others = other_choices(clouds, m, settings.nearest) if settings.sensitivity else ()
         beside = [order_parts(clouds, other, nearest=share, seed=settings.seed) for other, share in others]
@@ -337,19 +339,17 @@ def _map_geometry(
 
 def _split(token: int, rows: Tensor, signals: Tensor, m: int, settings: GeometrySettings) -> TokenGradients | None:
     """The rows of one token, each half split by the tangent space of the other; None where the loss gave no signal."""
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed))
-    half = len(rows) // 2
-    tangent, normal = [], []
-    for fitted, seen in ((order[half:], order[:half]), (order[:half], order[half:])):
-        space = fit_local_tangent(rows[fitted], m, nearest=settings.nearest)
-        parts = space.parts(rows[seen])
+    tangent, normal, places = [], [], []
+    for space, seen, parts in crossed_parts(rows, m, nearest=settings.nearest, seed=settings.seed):
         # In the coordinates of the whole space, which both halves share.
         tangent.append(parts.tangent @ space.basis.T)
         normal.append(parts.normal)
-    answered = signals[order].abs().sum(dim=1) > 0
+        places.append(seen)
+    signals = signals[torch.cat(places)]
+    answered = signals.abs().sum(dim=1) > 0
     if int(answered.sum()) < FEWEST_ROWS:
         return None
-    kept = (torch.cat(tangent)[answered], torch.cat(normal)[answered], signals[order][answered])
+    kept = (torch.cat(tangent)[answered], torch.cat(normal)[answered], signals[answered])
     return TokenGradients(token, *kept)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tangent_lens.measures.cosine import checked_rows
@@ -119,6 +119,24 @@ def fit_local_tangent(rows: Float[Tensor, "n d"], m: int, *, nearest: float = 1.
         _first=first,
         _noise=noise[: 1 + m, : 1 + m] / torch.outer(scales, scales),
     )
+
+
+def crossed_parts(
+    rows: Float[Tensor, "n d"], m: int, *, nearest: float = 1.0, seed: int = 0
+) -> Iterator[tuple[LocalTangent, Int[Tensor, " half"], TangentParts]]:
+    """Both halves of the rows, cut by the seed, each split by the tangent space fitted to the other.
+
+    Yields:
+        The tangent space, the places of the rows that it splits, and their parts.
+
+    Raises:
+        ValueError: what :func:`fit_local_tangent` refuses.
+    """
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    half = len(rows) // 2
+    for fitted, seen in ((order[:half], order[half:]), (order[half:], order[:half])):
+        tangent = fit_local_tangent(rows[fitted], m, nearest=nearest)
+        yield tangent, seen, tangent.parts(rows[seen])
 
 
 def weighted_solver(design: Float[Tensor, "n p"], weights: Float[Tensor, " n"]) -> Float[Tensor, "p n"]:

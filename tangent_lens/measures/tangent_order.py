@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tangent_lens.measures.local_tangent import ROUNDING, common_width, fit_local_tangent, local_dimension
+from tangent_lens.measures.local_tangent import ROUNDING, common_width, crossed_parts, local_dimension
 from tangent_lens.measures.slopes import FlooredPower, PowerCurves, Slope, floored_power, pooled_slope
 from tangent_lens.showing import Shown
 
@@ -162,10 +162,7 @@ def order_parts(
     names, radius, tangent, normal, profile = [], [], [], [], []
     for token, rows in clouds.items():
         # A token's halves depend on the seed and its own number of rows alone, not on the other tokens.
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-        half = len(rows) // 2
-        for fitted, seen in ((order[:half], order[half:]), (order[half:], order[:half])):
-            parts = fit_local_tangent(rows[fitted], m, nearest=nearest).parts(rows[seen])
+        for _, seen, parts in crossed_parts(rows, m, nearest=nearest, seed=seed):
             names.append(np.full(len(seen), token))
             radius.append(parts.radius)
             tangent.append(parts.tangent.norm(dim=1))

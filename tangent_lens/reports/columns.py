@@ -102,3 +102,12 @@ def no_star(p: float) -> str:
 def optional(value: float | None) -> Text:
     """A number, or a dash."""
     return NOTHING if value is None else Text(number(value))
+
+
+def evenly(items: Sequence[Any], count: int) -> list[Any]:
+    """All of a few; of many, evenly apart, the first and the last among them."""
+    if count >= len(items):
+        return list(items)
+    if count == 1:
+        return [items[0]]
+    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]

@@ -9,6 +9,7 @@ import numpy as np
 
 from tangent_lens.measures.frequency import FrequencyCorrelation
 from tangent_lens.measures.frequency_report import FrequencyReport, SiteFrequency, SpreadCorrelations
+from tangent_lens.reports.columns import evenly
 from tangent_lens.reports.plots import import_pyplot
 
 MOST_PANELS = 4
@@ -49,8 +50,7 @@ def plot_frequency(report: FrequencyReport) -> Any:
 
 def chosen_sites(sites: Sequence[SiteFrequency], most: int = MOST_PANELS) -> list[SiteFrequency]:
     """All of a few; of many, evenly apart, the first and the last among them."""
-    places = np.unique(np.linspace(0, len(sites) - 1, min(most, len(sites))).round().astype(int))
-    return [sites[place] for place in places]
+    return evenly(sites, most)
 
 
 def _points(axes: Any, title: str, spread: SpreadCorrelations, colour: str) -> None:

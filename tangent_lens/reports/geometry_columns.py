@@ -14,7 +14,7 @@ from tangent_lens.measures.neighbourhoods import NeighbourhoodOverlap
 from tangent_lens.measures.seen_curvature import SeenCurvature
 from tangent_lens.measures.slopes import FlooredPower, Slope
 from tangent_lens.measures.tangent_order import OrderNumbers
-from tangent_lens.reports.columns import NOTHING, Column, side_by_side
+from tangent_lens.reports.columns import NOTHING, Column, optional, side_by_side
 from tangent_lens.reports.frame import fits
 from tangent_lens.reports.numbers import number, percent, whole_percent
 
@@ -80,7 +80,7 @@ def curvature_groups(intervals: int, level: float = 0.95, *, curvature: int = 1,
     """Of :class:`CurvatureSummary` and :class:`SeenCurvature`: how clouds bend, and which of it near and far rows show."""
     heading = level_text(level)
     explained = Column("explained", lambda one: Text(whole_percent(one.explained)), explained_value, whole_percent)
-    ratio = Column("far/near", lambda one: optional_number(one.ratio), lambda one: one.ratio)
+    ratio = Column("far/near", lambda one: optional(one.ratio), lambda one: one.ratio)
     return [
         ("by a quadratic", curvature, _with(intervals, explained, Column(heading, _explained_interval))),
         (
@@ -108,7 +108,7 @@ def depth_groups(rich: bool, place: int = 0) -> Groups:
         return lambda at: getattr(at[0].geometries[at[1]], name)
 
     def numbered(title: str, name: str) -> Column:
-        return Column(title, lambda at: optional_number(of(name)(at)), of(name))
+        return Column(title, lambda at: optional(of(name)(at)), of(name))
 
     rank = [numbered("eff. rank" if rich else "rank", "effective_rank")]
     linear = [Column("linear", lambda at: _share(of("linearity")(at)), of("linearity"), percent)]
@@ -170,11 +170,6 @@ def _exponent(value: float) -> str:
 def interval_text(low: float | None, high: float | None, show: Callable[[float], str] = "{:.2f}".format) -> Text:
     """``1.05 to 1.11``, dim; a dash where there is none."""
     return NOTHING if low is None or high is None else Text(f"{show(low)} to {show(high)}", style="dim")
-
-
-def optional_number(value: float | None) -> Text:
-    """A number of three digits, or a dash."""
-    return NOTHING if value is None else Text(number(value))
 
 
 def slope_text(slope: Slope | None) -> Text:

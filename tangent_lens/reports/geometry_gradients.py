@@ -11,14 +11,13 @@ from rich.text import Text
 
 from tangent_lens.measures.geometry_report import MapGeometry
 from tangent_lens.measures.gradient_order import DEGENERATE, GradientOrder, MeanOrder, RowOrder, TokenOrder
-from tangent_lens.reports.columns import NOTHING, Column, side_by_side
+from tangent_lens.reports.columns import NOTHING, Column, evenly, optional, side_by_side
 from tangent_lens.reports.frame import FirstThatFits
 from tangent_lens.reports.geometry_columns import (
     Groups,
     SideBySide,
     interval_text,
     level_text,
-    optional_number,
     slope_interval,
     slope_text,
 )
@@ -72,7 +71,7 @@ def verdict_text(order: GradientOrder) -> Text:
     """The median ratio; where it would say nothing, the verdict in its place."""
     if order.verdict == DEGENERATE:
         return Text(DEGENERATE, style=ALARM)
-    return optional_number(order.median_ratio)
+    return optional(order.median_ratio)
 
 
 def _pair(intervals: bool, heading: str, kind: str, shown: Any) -> list[Column]:
@@ -149,7 +148,7 @@ def _exponent_table(order: GradientOrder, intervals: bool) -> Any:
 
 
 def _token_table(order: GradientOrder, why: bool) -> Any:
-    shown = _few(order.tokens)
+    shown = evenly(order.tokens, _SHOWN_TOKENS)
     columns = [
         Column("rows", lambda one: Text(f"{one.rows:,}")),
         Column("radius", lambda one: Text(number(one.radius))),
@@ -175,14 +174,7 @@ def _token_table(order: GradientOrder, why: bool) -> Any:
 
 
 def _ratio(one: TokenOrder) -> Text:
-    return Text("degenerate", style=ALARM) if one.degenerate else optional_number(one.ratio)
-
-
-def _few(tokens: Sequence[TokenOrder]) -> list[TokenOrder]:
-    """All of a few; of many, evenly apart."""
-    if len(tokens) <= _SHOWN_TOKENS:
-        return list(tokens)
-    return [tokens[round(place * (len(tokens) - 1) / (_SHOWN_TOKENS - 1))] for place in range(_SHOWN_TOKENS)]
+    return Text("degenerate", style=ALARM) if one.degenerate else optional(one.ratio)
 
 
 def _left_out(order: GradientOrder) -> list[Text]:

@@ -10,6 +10,7 @@ import numpy as np
 from tangent_lens.dynamics.geometry_run import GeometryRun
 from tangent_lens.measures.concept_geometry import ConceptGeometry
 from tangent_lens.measures.tangent_order import OrderNumbers
+from tangent_lens.reports.columns import evenly
 from tangent_lens.reports.dynamics_plot import scale_steps
 from tangent_lens.reports.geometry_axes import (
     LINE,
@@ -21,7 +22,6 @@ from tangent_lens.reports.geometry_axes import (
     undetermined_exponents,
 )
 from tangent_lens.reports.geometry_run_table import MOST_SITES, has_depth
-from tangent_lens.reports.geometry_tables import evenly
 from tangent_lens.reports.plots import import_pyplot
 
 _SITE_COLOURS = ("#4477aa", "#ddaa33", "#aa3377")

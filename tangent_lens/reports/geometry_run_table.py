@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from tangent_lens.dynamics.geometry_run import GeometryRun
-from tangent_lens.reports.columns import side_by_side
+from tangent_lens.reports.columns import evenly, side_by_side
 from tangent_lens.reports.frame import FirstThatFits, header_lines, warning_lines
 from tangent_lens.reports.geometry_columns import (
     Groups,
@@ -21,7 +21,7 @@ from tangent_lens.reports.geometry_columns import (
     overlap_column,
 )
 from tangent_lens.reports.geometry_legend import EXPLAINED, GROWTH, depth_entry, legend
-from tangent_lens.reports.geometry_tables import bucket_table, evenly, m_line
+from tangent_lens.reports.geometry_tables import bucket_table, m_line
 
 MOST_SITES = 3
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tangent_lens.measures.geometry_report import BucketGeometry, GeometryReport, SiteGeometry, TokenBucket
 from tangent_lens.measures.tangent_order import OrderNumbers, TangentOrder
-from tangent_lens.reports.columns import NOTHING, Column, plain_table, side_by_side
+from tangent_lens.reports.columns import NOTHING, Column, evenly, plain_table, side_by_side
 from tangent_lens.reports.frame import FirstThatFits, header_lines, warning_lines
 from tangent_lens.reports.geometry_columns import (
     Groups,
@@ -68,15 +68,6 @@ def _buckets(buckets: Sequence[TokenBucket], count: int) -> Table:
         texts = Text("  ".join(repr(text) for text in evenly(one.texts, count)))
         table.add_row(str(place), occurrences, f"{len(one.tokens):,}", texts)
     return table
-
-
-def evenly(items: Sequence[Any], count: int) -> list[Any]:
-    """All of a few; of many, evenly apart, the first and the last among them."""
-    if count >= len(items):
-        return list(items)
-    if count == 1:
-        return [items[0]]
-    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
 
 
 def _header(report: GeometryReport) -> Table:

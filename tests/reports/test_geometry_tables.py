@@ -20,8 +20,9 @@ from geometry_examples import (
 )
 
 from tangent_lens.measures.curvature_visibility import visibility_by_concentration
+from tangent_lens.reports.columns import evenly
 from tangent_lens.reports.console import as_text
-from tangent_lens.reports.geometry_tables import evenly, m_line, other_choices_of
+from tangent_lens.reports.geometry_tables import m_line, other_choices_of
 from tangent_lens.reports.numbers import number, percent, whole_percent
 
 WIDTHS = [80, 100, 120, 160]
